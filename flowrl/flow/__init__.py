@@ -1,0 +1,1 @@
+"""Flow matching as pure tensors: no input or output, no configuration, no models, no processes."""
