@@ -1,0 +1,376 @@
+"""The records that travel between stages, and the protocols that the stages keep.
+
+Shape letters, used in every docstring of the package:
+
+    B  samples                          C H W F  latent channels, height, width, frames
+    K  samples of one group (prompt)    L D      text tokens, their width
+    N  denoising steps                  S        stored (trained) steps of a sample
+    T  training rows: (sample, step) or (sample, time) pairs
+
+Data flows one way: Group -> SampledGroup -> ScoredGroup -> Samples -> TrainBatch -> Loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowrl.flow.dynamics.base import Dynamics
+from flowrl.flow.noise import Noise
+from flowrl.flow.schedule import Schedule
+
+
+def shared(**kwargs: Any) -> Any:
+    """A keyword-only dataclass field that all rows have in common (it is neither indexed nor concatenated)."""
+    return field(metadata={"shared": True}, kw_only=True, **kwargs)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A frozen dataclass of batch-first fields: tensors, tuples, other `Rows`; `None` is passed over.
+
+    Fields made with `shared()` belong to the batch as a whole and must be equal in all parts of a `concat`.
+    """
+
+    def __len__(self) -> int:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and not f.metadata.get("shared"):
+                return len(value)
+        raise TypeError(f"{type(self).__name__} has no batched field")
+
+    def rows(self, index: Tensor) -> Self:
+        """The rows at `index` (int64 [M], repeats allowed), in that order."""
+        return self._map(lambda value: _take(value, index))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Every tensor on `device`; dtypes stay."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor | Rows) else value
+
+        return self._map(move, include_shared=True)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all `parts` in order. Raises ValueError for no parts or for shared fields that differ."""
+        if not parts:
+            raise ValueError(f"{cls.__name__}.concat needs at least one part")
+        merged: dict[str, Any] = {}
+        for f in fields(parts[0]):
+            values = [getattr(part, f.name) for part in parts]
+            if f.metadata.get("shared"):
+                if not all(_same(values[0], value) for value in values[1:]):
+                    raise ValueError(f"{cls.__name__}.{f.name} differs between the parts to be joined")
+                merged[f.name] = values[0]
+            else:
+                merged[f.name] = _join(values)
+        return replace(parts[0], **merged)
+
+    def _map(self, function: Any, *, include_shared: bool = False) -> Self:
+        chosen = [f for f in fields(self) if include_shared or not f.metadata.get("shared")]
+        values = {f.name: getattr(self, f.name) for f in chosen}
+        return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
+
+
+def _take(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if isinstance(value, Rows):
+        return value.rows(index)
+    return tuple(value[i] for i in index.tolist())
+
+
+def _join(values: list[Any]) -> Any:
+    first = values[0]
+    if first is None:
+        if any(value is not None for value in values):
+            raise ValueError("a field is set in some parts and missing in others")
+        return None
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if isinstance(first, Rows):
+        return type(first).concat(values)
+    return tuple(item for value in values for item in value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a data set. `target` is what a reward looks for (for OCR: the text to be read)."""
+
+    id: str
+    text: str
+    target: str | None = None
+    negative: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt to be drawn `num_samples` times: the unit of normalisation, of buffering and of accounting.
+
+    `ordinal` is never reused within a run and survives a resume; it keys the noise. `occurrence` counts the same
+    prompt within one batch: the same prompt twice is two groups with different noise.
+    """
+
+    ordinal: int
+    prompt: Prompt
+    occurrence: int
+    num_samples: int
+
+    def sample_id(self, slot: int) -> str:
+        """`prompt id : occurrence in the batch : slot`."""
+        return f"{self.prompt.id}:{self.occurrence}:{slot}"
+
+
+# ---------------------------------------------------------------------------------------------- rollout
+
+
+@dataclass(frozen=True)
+class Conditions(Rows):
+    """What a policy conditions on, one row per prompt; each adapter defines its own fields.
+
+    `guidance_scale` is v_u + g (v_c - v_u), 1 = off. It travels with the embeddings, so that a replay cannot use
+    another guidance than the rollout did.
+    """
+
+    guidance_scale: float = shared(default=1.0)
+
+
+@dataclass(frozen=True)
+class Trajectory(Rows):
+    """S stored transitions of B samples, with the sigmas and the dynamics that they were sampled with.
+
+    Latents are float32 whatever the policy computes in: storing them in bfloat16 moves the first ratios by 1-4 %.
+    """
+
+    latents: Tensor  # [B, S, ...] float32, x at sigmas[step_index]
+    next_latents: Tensor  # [B, S, ...] float32, x at sigmas[step_index + 1]
+    step_index: Tensor  # [B, S] int64
+    log_probs: Tensor  # [B, S] float64, of the behaviour policy
+    final_latents: Tensor  # [B, ...] float32, x_0
+    sample_ids: tuple[str, ...]
+    group_ids: Tensor  # [B] int64, ordinals of the groups
+    slots: Tensor  # [B] int64, 0..K-1 within the group
+    policy_version: Tensor  # [B] int64, of the weights that sampled
+    sigmas: Tensor = shared()  # [N + 1] float32, last 0
+    dynamics: Dynamics = shared()
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """A group after the rollout. Conditions are one row for the whole group."""
+
+    group: Group
+    trajectory: Trajectory
+    conditions: Conditions
+    images: np.ndarray | None  # uint8 [K, H, W, 3] in pixels; None when the rollout keeps latents only
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group after its rewards: float64 [K] by component, every value finite."""
+
+    sampled: SampledGroup
+    rewards: Mapping[str, np.ndarray]
+
+
+class Engine(Protocol):
+    """Turns groups into pictures with one version of the weights (`rollout.engine`)."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next `generate` samples with."""
+        ...
+
+    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
+        """Every sample of every group, in the order of `groups`, each group as soon as it is finished."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Make `version` the weights to sample with; only between rollout batches."""
+        ...
+
+    def sleep(self) -> None:
+        """Give up device memory until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to generate again."""
+        ...
+
+
+class Scorer(Protocol):
+    """One reward component. Cheap to construct and to pickle; `load` does the heavy work, once, where it runs."""
+
+    def load(self) -> None:
+        """Read models into memory; called once in each worker before the first `score`."""
+        ...
+
+    def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+        """float64 [B] for uint8 images [B, H, W, 3] (RGB) and their prompts. Raises on failure, never returns a stand-in."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Samples(Rows):
+    """A complete train batch as algorithms see it. Conditions stay with the actor; `condition_rows` points at them."""
+
+    trajectory: Trajectory
+    advantages: Tensor  # [B] float64
+    condition_rows: Tensor  # [B] int64
+
+
+@dataclass(frozen=True)
+class TrainBatch(Rows):
+    """Training rows, sample-major; each algorithm adds what its loss reads. All of it is frozen before the first update."""
+
+    condition_rows: Tensor  # [T] int64
+    group_ids: Tensor  # [T] int64
+    advantages: Tensor  # [T] float64
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`terms` [T] are summed and divided by the rows of the whole update, over all micro-batches and ranks.
+
+    `means` and `spreads` are detached [T] diagnostics by name; of a spread, mean, std, min and max are logged.
+    """
+
+    terms: Tensor
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    spreads: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Velocity(Protocol):
+    """v(x, sigma | condition), guidance included; ~ noise - x_0."""
+
+    def __call__(self, sample: Tensor, sigma: Tensor, condition_rows: Tensor) -> Tensor:
+        """[T, ...] float32 for sample [T, ...], sigma [T] and condition_rows int64 [T]."""
+        ...
+
+
+Snapshot = Literal["old", "reference", "teacher"]
+
+
+@dataclass(frozen=True)
+class Velocities:
+    """The policies that a cycle may ask for, without gradient; those that `Needs.snapshots` does not name are None."""
+
+    policy: Velocity
+    old: Velocity | None = None
+    reference: Velocity | None = None
+    teacher: Velocity | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm wants from the stages before it."""
+
+    rollout: Literal["sde", "ode"] = "sde"  # are stochastic transitions stored, or only x_0?
+    snapshots: frozenset[Snapshot] = frozenset()
+    behaviour: Literal["policy", "old"] = "policy"  # whose weights sample the rollout
+    unit: Literal["sample", "pair", "group"] = "sample"  # what a micro-batch may not split
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """A pure loss. The actor calls the four methods in this order and knows no algorithm by name."""
+
+    @property
+    def needs(self) -> Needs:
+        """Read once, before work starts."""
+        ...
+
+    @property
+    def num_updates_per_batch(self) -> int:
+        """Disjoint, equal optimiser updates that one batch is split into."""
+        ...
+
+    @property
+    def target_kl(self) -> float | None:
+        """End a cycle early once an update's mean `approx_kl` exceeds this."""
+        ...
+
+    def select(self, samples: Samples) -> Samples:
+        """Once per cycle: keep, drop or pair samples."""
+        ...
+
+    def freeze(self, samples: Samples, velocities: Velocities, noise: Noise) -> TrainBatch:
+        """Once per cycle, without gradient, on the weights before its first update: whatever must not move."""
+        ...
+
+    def couple(self, update: TrainBatch, velocities: Velocities) -> TrainBatch:
+        """Before each update, without gradient: terms that tie samples together."""
+        ...
+
+    def loss(self, micro: TrainBatch, velocity: Velocity) -> Loss:
+        """With gradient, on one micro-batch, through the policy's velocity only."""
+        ...
+
+    def old_decay(self, num_updates: int) -> float:
+        """theta_old <- d theta_old + (1 - d) theta after a cycle; read only if `needs.snapshots` has "old"."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------- policy
+
+
+class Policy(Protocol):
+    """A loaded model: text in, velocity inside, pictures out. One file per family in `models/`."""
+
+    device: torch.device
+    module: nn.Module  # the transformer that is trained
+    lora_targets: Sequence[str]  # name suffixes of the linear layers that LoRA adapts by default
+    blocks: Sequence[type[nn.Module]]  # every block class: what is wrapped, compiled and checkpointed one by one
+
+    def schedule(self) -> Schedule:
+        """The family's own noise schedule, from the folder's scheduler configuration."""
+        ...
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Shape of one sample's latents. Raises ValueError for sizes the family cannot draw."""
+        ...
+
+    def image_seq_len(self, height: int, width: int) -> int:
+        """Number of image tokens, which resolution-dependent schedules shift by."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> Conditions:
+        """One row per prompt, on the policy's device. Each unique text is encoded once and cached."""
+        ...
+
+    def velocity(self, sample: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """The guided velocity, float32 [B, ...], for sample [B, ...] float32, sigma [B] float32 and B rows of conditions."""
+        ...
+
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """uint8 pictures [B, H, W, 3] from final latents [B, ...]."""
+        ...
+
+
+class PolicyConfig(Protocol):
+    """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
+
+    def load(self, device: torch.device) -> Policy:
+        """Read the weights. Raises `LoadError` for a missing, partial or mismatched folder: never random weights in silence."""
+        ...
+
+
+class LoadError(RuntimeError):
+    """A model could not be read; the message is one sentence for the user."""
