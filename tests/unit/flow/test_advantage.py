@@ -139,6 +139,12 @@ def test_equal_rewards_are_zero_even_where_their_mean_is_not_exact():
     assert advantages.abs().max() < 1e-8
 
 
+def test_floor_is_the_smallest_divisor():
+    groups = torch.tensor([0, 0, 1, 1])
+    advantages = group_advantages(doubles([1.0, 1.0 + 2e-8, 0.0, 2.0]), groups, eps=0.0, floor=1e-6)
+    torch.testing.assert_close(advantages, doubles([-0.01, 0.01, -1.0, 1.0]), rtol=0, atol=1e-8)
+
+
 def test_weighted_sum_counts_components_by_weight_not_by_scale():
     small, large = doubles([0.0, 1.0, 0.0, 1.0]), doubles([0.0, 0.0, 1000.0, 1000.0])
     groups, weights = torch.zeros(4, dtype=torch.int64), {"small": 2.0, "large": 1.0}

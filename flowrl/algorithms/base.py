@@ -1,0 +1,121 @@
+"""What algorithms share: settings, and the replay of stored transitions."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.config import Config, Problem
+from flowrl.flow.advantage import Advantages
+from flowrl.flow.dynamics.base import Dynamics, Transition
+from flowrl.types import SHARED, Samples, TrainBatch, Velocities, Velocity
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmBase:
+    """Settings of every algorithm, and the parts of the protocol that most of them leave alone.
+
+    Args:
+        num_updates_per_batch: disjoint, equal optimiser updates that one batch is split into.
+        adv_clip_max: advantages are clipped to +- this.
+        advantages: how rewards become advantages (`flow.advantage`); by default centred per prompt, divided by the
+            standard deviation of the whole batch, as Flow-GRPO's recipes do.
+        drop_zero_advantage: leave out samples whose advantage is exactly 0 (groups without variance).
+        target_kl: end a cycle early once an update's mean `approx_kl` exceeds this; null = never.
+    """
+
+    num_updates_per_batch: int = 1
+    adv_clip_max: float = 5.0
+    advantages: Any = field(default_factory=lambda: Advantages(std="batch"))
+    drop_zero_advantage: bool = False
+    target_kl: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_updates_per_batch < 1:
+            raise ValueError(f"num_updates_per_batch must be at least 1, got {self.num_updates_per_batch}.")
+        if self.adv_clip_max <= 0:
+            raise ValueError(f"adv_clip_max must be positive, got {self.adv_clip_max}.")
+        if self.target_kl is not None and self.target_kl <= 0:
+            raise ValueError(f"target_kl must be positive or null, got {self.target_kl}.")
+
+    def select(self, samples: Samples) -> Samples:
+        """All samples, or those with a non-zero advantage."""
+        if not self.drop_zero_advantage:
+            return samples
+        return samples.rows(samples.advantages.nonzero().squeeze(1))
+
+    def couple(self, update: TrainBatch, velocities: Velocities) -> TrainBatch:
+        """Nothing ties samples together."""
+        return update
+
+    def old_decay(self, num_updates: int) -> float:
+        """The old policy is the policy."""
+        return 0.0
+
+    def problems(self, run: Config) -> list[Problem]:
+        """What the run asks of this algorithm and it cannot do."""
+        return []
+
+    def clip_advantages(self, advantages: Tensor) -> Tensor:
+        """Advantages within +- adv_clip_max."""
+        return advantages.clamp(-self.adv_clip_max, self.adv_clip_max)
+
+
+@dataclass(frozen=True)
+class Transitions(TrainBatch):
+    """Stored transitions as training rows, sample-major: a sample's S steps stand together."""
+
+    sample: Tensor  # [T, ...] float32
+    next_sample: Tensor  # [T, ...] float32
+    step_index: Tensor  # [T] int64
+    old_log_prob: Tensor  # [T] float64
+    old_mean: Tensor | None = None  # [T, ...] mean of the old policy's transition
+    reference_velocity: Tensor | None = None  # [T, ...]
+    sigmas: Tensor = field(kw_only=True, metadata=SHARED)
+    dynamics: Dynamics = field(kw_only=True, metadata=SHARED)
+
+
+def replay(batch: Transitions, velocity: Velocity) -> tuple[Tensor, Transition, Tensor]:
+    """Velocity [T, ...], transition and log-probability float64 [T] of the stored steps under `velocity`."""
+    sigma = batch.sigmas[batch.step_index]
+    v = velocity(batch.sample, sigma, batch.condition_rows)
+    transition = batch.dynamics.transition(batch.sample, v, batch.sigmas, batch.step_index)
+    return v, transition, batch.dynamics.log_prob(batch.next_sample, transition)
+
+
+def freeze_transitions(samples: Samples, velocities: Velocities, old_log_prob: str, *, keep_mean: bool) -> Transitions:
+    """The rows of a policy-gradient cycle, with pi_old and the reference evaluated once on the weights before it.
+
+    `old_log_prob="replay"` recomputes pi_old with the trainer's own forward, `"rollout"` trusts the recorded one.
+    """
+    trajectory = samples.trajectory
+    num_steps = trajectory.step_index.shape[1]
+    per_row = torch.arange(len(samples), device=samples.advantages.device).repeat_interleave(num_steps)
+    batch = Transitions(
+        condition_rows=samples.condition_rows[per_row],
+        group_ids=trajectory.group_ids[per_row],
+        advantages=samples.advantages[per_row],
+        sample=trajectory.latents.flatten(0, 1),
+        next_sample=trajectory.next_latents.flatten(0, 1),
+        step_index=trajectory.step_index.flatten(),
+        old_log_prob=trajectory.log_probs.flatten(),
+        sigmas=trajectory.sigmas,
+        dynamics=trajectory.dynamics,
+    )
+    if old_log_prob == "replay" or keep_mean:
+        _, transition, log_prob = replay(batch, velocities.policy)
+        replayed = log_prob if old_log_prob == "replay" else batch.old_log_prob
+        batch = dataclasses.replace(batch, old_log_prob=replayed, old_mean=transition.mean if keep_mean else None)
+    if velocities.reference is not None:
+        reference, _, _ = replay(batch, velocities.reference)
+        batch = dataclasses.replace(batch, reference_velocity=reference)
+    return batch
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) [T] (PPO, arXiv 1707.06347, eq. 7, as a loss)."""
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))

@@ -1,0 +1,1 @@
+"""The replay buffer between rollout and actor."""

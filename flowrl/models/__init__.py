@@ -1,0 +1,1 @@
+"""Policy adapters, one file per model family."""

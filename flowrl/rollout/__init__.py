@@ -1,0 +1,1 @@
+"""Generation: the one denoising loop and the engines that run it."""

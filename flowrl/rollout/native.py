@@ -1,0 +1,125 @@
+"""The native engine: samples with the trainer's own module."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flowrl.config import Sampler
+from flowrl.flow.noise import Noise
+from flowrl.rollout.denoise import Denoised, denoise
+from flowrl.types import Conditions, Group, Policy, SampledGroup, Trajectory
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One picture to be drawn: sample `index` of `group`, which is row `row` of the conditions."""
+
+    group: Group
+    row: int
+    index: int
+
+
+class NativeEngine:
+    """Draws groups in batches of `batch_size` samples, whatever the group size (`types.Engine`).
+
+    A sample's noise depends on the seed, its group's ordinal, its slot and the step, never on its neighbours.
+    `deterministic=True` takes no stochastic step and stores x_0 alone: evaluation, and forward-process algorithms.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sampler: Sampler,
+        noise: Noise,
+        batch_size: int,
+        *,
+        deterministic: bool = False,
+        decode: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.sampler = sampler
+        self.noise = noise
+        self.batch_size = batch_size
+        self.deterministic = deterministic
+        self.decode = decode
+        self.shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
+        schedule = sampler.schedule or policy.schedule()
+        self.sigmas: Tensor = schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; the module is the trainer's, so publishing is naming."""
+        return self._version
+
+    def publish(self, version: int) -> None:
+        """Stamp what follows with `version`. Raises ValueError if it goes back."""
+        if version < self._version:
+            raise ValueError(f"version {version} is older than the {self._version} already published")
+        self._version = version
+
+    def sleep(self) -> None:
+        """Nothing to free: the module is shared with the trainer."""
+
+    def wake(self) -> None:
+        """Nothing to load."""
+
+    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
+        """Every group, in order, as soon as its last sample is drawn."""
+        steps = () if self.deterministic else self.sampler.steps.choose(rollout_id, self.sampler.num_steps)
+        conditions = self.policy.encode([group.prompt for group in groups], self.sampler.guidance_scale)
+        slots = [Slot(group, row, k) for row, group in enumerate(groups) for k in range(group.num_samples)]
+        queue = deque(enumerate(groups))
+        pending: Trajectory | None = None
+        for start in range(0, len(slots), self.batch_size):
+            drawn = self._draw(slots[start : start + self.batch_size], conditions, steps)
+            pending = drawn if pending is None else Trajectory.concat([pending, drawn])
+            while queue and queue[0][1].num_samples <= len(pending):
+                row, group = queue.popleft()
+                yield self._finish(group, pending.rows(torch.arange(group.num_samples)), conditions, row)
+                pending = pending.rows(torch.arange(group.num_samples, len(pending)))
+
+    def _draw(self, slots: Sequence[Slot], conditions: Conditions, steps: Sequence[int]) -> Trajectory:
+        rows = conditions.rows(torch.tensor([slot.row for slot in slots]))
+        sigmas = self.sigmas.to(self.policy.device)
+        start = self._normal("x_T", slots, shared=self.sampler.same_latent)
+
+        @torch.no_grad()
+        def velocity(sample: Tensor, sigma: Tensor) -> Tensor:
+            return self.policy.velocity(sample, sigma.expand(len(sample)), rows)
+
+        if self.deterministic:
+            done = Denoised.final_only(self.sampler.solver.solve(velocity, start, sigmas))
+        else:
+            fresh = partial(self._normal, "step", slots)
+            done = denoise(velocity, start, sigmas, self.sampler.dynamics, steps, fresh)
+        return self._record(slots, done)
+
+    def _normal(self, purpose: str, slots: Sequence[Slot], step: int = 0, *, shared: bool = False) -> Tensor:
+        keys = [(s.group.ordinal, 0 if shared else s.index, step) for s in slots]
+        return self.noise.child(purpose).normal(self.shape, keys).to(self.policy.device)
+
+    def _record(self, slots: Sequence[Slot], done: Denoised) -> Trajectory:
+        return Trajectory(
+            latents=done.latents,
+            next_latents=done.next_latents,
+            step_index=done.step_index,
+            log_probs=done.log_probs,
+            final_latents=done.final_latents,
+            sample_ids=tuple(s.group.sample_id(s.index) for s in slots),
+            group_ids=torch.tensor([s.group.ordinal for s in slots]),
+            slots=torch.tensor([s.index for s in slots]),
+            policy_version=torch.full((len(slots),), self._version),
+            sigmas=self.sigmas,
+            dynamics=self.sampler.dynamics,
+        )
+
+    def _finish(self, group: Group, trajectory: Trajectory, conditions: Conditions, row: int) -> SampledGroup:
+        images = self.policy.decode(trajectory.final_latents) if self.decode else None
+        return SampledGroup(group, trajectory, conditions.rows(torch.tensor([row])), images)

@@ -1,0 +1,1 @@
+"""Trainer modes: schedules over the same stages."""

@@ -1,0 +1,80 @@
+"""The objects of a run, made once from its configuration; a trainer mode only schedules them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from flowrl.buffer.memory import MemoryBuffer
+from flowrl.config import Config, Evaluation
+from flowrl.data.group_sampler import GroupSampler
+from flowrl.data.prompts import load_prompts
+from flowrl.flow.noise import Noise
+from flowrl.rewards.pool import RewardPool
+from flowrl.rollout.native import NativeEngine
+from flowrl.tracking.metrics import Meter, Timers
+from flowrl.trainers.actor import Actor
+from flowrl.trainers.evaluator import Evaluator
+from flowrl.types import Engine, Policy
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Prompts to weights, in the order that data flows."""
+
+    device: torch.device
+    policy: Policy
+    data: GroupSampler
+    engine: Engine
+    rewards: RewardPool
+    buffer: MemoryBuffer
+    actor: Actor
+    evaluator: Evaluator
+    meter: Meter
+    timers: Timers
+
+
+@contextmanager
+def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterator[Stages]:
+    """Load and warm everything before step 1; close worker processes at the end, whatever happened."""
+    device = choose_device(run)
+    if run.launcher.num_threads:
+        torch.set_num_threads(run.launcher.num_threads)
+    noise = Noise.of(run.seed)
+    meter = Meter()
+    with ExitStack() as closing:
+        rewards = RewardPool.from_config(run.reward)
+        closing.callback(rewards.close)
+        rewards.start()  # its processes load their models while this one loads the policy
+        policy = run.model.load(device)
+        actor = Actor(policy, run.algorithm, run.actor, noise, total_steps * run.algorithm.num_updates_per_batch, meter)
+        engine = NativeEngine(
+            policy,
+            run.sampler,
+            noise.child("rollout"),
+            run.rollout.batch_size,
+            deterministic=run.algorithm.needs.rollout == "ode",
+        )
+        judges = rewards
+        if evaluation.rewards is not None:
+            judges = RewardPool.from_config(replace(run.reward, components=evaluation.rewards))
+            closing.callback(judges.close)
+        evaluator = Evaluator(policy, run.sampler, evaluation, run.data.target, judges, run.rollout.batch_size)
+        data = GroupSampler(
+            load_prompts(run.data.train, run.data.target),
+            run.data.train_batch_size,
+            run.data.num_samples_per_prompt,
+            run.data.seed,
+        )
+        rewards.warm()
+        yield Stages(device, policy, data, engine, rewards, run.buffer, actor, evaluator, meter, Timers(device))
+
+
+def choose_device(run: Config) -> torch.device:
+    """`device=auto` is CUDA where there is one."""
+    if run.device != "auto":
+        return torch.device(run.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,69 @@
+"""The synchronous trainer: one complete batch, then one cycle of updates, in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowrl.config import Config, Evaluation, Problem
+from flowrl.rewards.combine import batch_advantages
+from flowrl.trainers.evaluator import Evaluated
+from flowrl.trainers.journal import Journal
+from flowrl.trainers.stages import Stages, open_stages
+from flowrl.types import ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncTrainer:
+    """`trainer=sync`.
+
+    Args:
+        total_steps: train batches.
+        layout: "shared": rollouts sample with the actor's own module, so there are no weights to publish.
+        eval: held-out evaluation.
+    """
+
+    total_steps: int
+    layout: str = "shared"
+    eval: Evaluation = field(default_factory=Evaluation)
+
+    def problems(self, run: Config) -> list[Problem]:
+        """What this mode cannot run."""
+        problems = []
+        if self.total_steps < 1:
+            problems.append(Problem("trainer.total_steps", f"must be at least 1, got {self.total_steps}."))
+        if self.layout != "shared":
+            problems.append(
+                Problem("trainer.layout", f"must be shared, got {self.layout!r}.", "Set trainer.layout=shared.")
+            )
+        return problems
+
+    def fit(self, run: Config) -> None:
+        """Train from the first step to the last and leave the report in the run folder."""
+        with Journal(run, self.total_steps) as journal, open_stages(run, self.total_steps, self.eval) as stages:
+            journal.evaluated(0, self._evaluate(stages))
+            journal.log(0, stages)
+            for step in range(1, self.total_steps + 1):
+                with stages.timers.phase("step"):
+                    batch = self._collect(stages, step)
+                    advantages = batch_advantages(batch, run.reward.weights, run.algorithm.advantages)
+                    with stages.timers.phase("update"):
+                        stages.actor.update(batch, advantages)
+                    stages.engine.publish(stages.actor.version)
+                journal.trained(step, batch, advantages)
+                if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
+                    journal.evaluated(step, self._evaluate(stages))
+                journal.log(step, stages)
+            journal.finish(stages)
+
+    def _collect(self, stages: Stages, step: int) -> list[ScoredGroup]:
+        """A complete batch of scored groups; scoring overlaps generation."""
+        groups = stages.data.next_batch()
+        stages.buffer.submit(groups)
+        with stages.timers.phase("rollout"), stages.actor.behaviour():
+            for scored in stages.rewards.stream(stages.engine.generate(groups, rollout_id=step - 1)):
+                stages.buffer.put(scored)
+        return stages.buffer.take(len(groups))
+
+    def _evaluate(self, stages: Stages) -> Evaluated:
+        with stages.timers.phase("eval"), stages.actor.evaluation(self.eval.use_ema):
+            return stages.evaluator.run()

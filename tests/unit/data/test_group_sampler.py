@@ -1,0 +1,90 @@
+"""The stream of groups: every prompt once an epoch, ordinals never reused, one integer of state."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data.group_sampler import GroupSampler, fixed_groups
+from flowrl.types import Prompt
+
+
+def prompts(*names: str) -> list[Prompt]:
+    return [Prompt(id=name, text=name) for name in names]
+
+
+def sampler(num_prompts: int = 5, batch_size: int = 2, seed: int = 0) -> GroupSampler:
+    return GroupSampler(prompts(*map(str, range(num_prompts))), batch_size, num_samples=3, seed=seed)
+
+
+def drawn(stream: GroupSampler, num_batches: int) -> list[str]:
+    return [group.prompt.id for _ in range(num_batches) for group in stream.next_batch()]
+
+
+SIZES = st.integers(1, 12)
+
+
+@given(num_prompts=SIZES, batch_size=SIZES, seed=st.integers(0, 2**40), num_batches=SIZES)
+def test_epochs_ordinals_and_occurrences(num_prompts: int, batch_size: int, seed: int, num_batches: int) -> None:
+    stream = sampler(num_prompts, batch_size, seed)
+    batches = [stream.next_batch() for _ in range(num_batches)]
+    groups = [group for batch in batches for group in batch]
+    assert all(len(batch) == batch_size for batch in batches)
+    assert [group.ordinal for group in groups] == list(range(len(groups)))
+    for start in range(0, len(groups) - num_prompts + 1, num_prompts):
+        assert len({group.prompt.id for group in groups[start : start + num_prompts]}) == num_prompts
+    for batch in batches:
+        assert len({group.sample_id(0) for group in batch}) == batch_size
+        counts = Counter(group.prompt.id for group in batch)
+        assert {(g.prompt.id, g.occurrence) for g in batch} == {(p, i) for p, n in counts.items() for i in range(n)}
+
+
+@given(num_prompts=SIZES, batch_size=SIZES, before=st.integers(0, 6), after=st.integers(1, 6))
+def test_resumed_streams_go_on(num_prompts: int, batch_size: int, before: int, after: int) -> None:
+    whole = sampler(num_prompts, batch_size)
+    drawn(whole, before)
+    resumed = sampler(num_prompts, batch_size)
+    resumed.load_state_dict(whole.state_dict())
+    assert [whole.next_batch() for _ in range(after)] == [resumed.next_batch() for _ in range(after)]
+
+
+def test_the_seed_orders_the_prompts_and_epochs_differ() -> None:
+    assert drawn(sampler(50, 50), 1) == drawn(sampler(50, 50), 1)
+    assert drawn(sampler(50, 50), 1) != drawn(sampler(50, 50, seed=1), 1)
+    stream = sampler(50, 50)
+    assert drawn(stream, 1) != drawn(stream, 1)
+
+
+def test_the_batch_size_does_not_change_the_order() -> None:
+    assert drawn(sampler(7, 3), 8) == drawn(sampler(7, 4), 6)
+
+
+def test_groups_that_replace_others_are_the_next_of_the_stream() -> None:
+    stream = sampler()
+    assert [group.ordinal for group in stream.next_batch() + stream.take(3) + stream.next_batch()] == list(range(7))
+
+
+def test_state_of_other_prompts_or_another_seed_is_refused() -> None:
+    state = sampler().state_dict()
+    with pytest.raises(ValueError, match=r"data\.seed"):
+        sampler(seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data\.train"):
+        sampler(6).load_state_dict(state)
+
+
+def test_a_stream_needs_prompts_and_sizes() -> None:
+    with pytest.raises(ValueError, match="prompts"):
+        sampler(num_prompts=0)
+    with pytest.raises(ValueError, match="batch_size"):
+        sampler(batch_size=0)
+
+
+def test_fixed_groups_are_the_same_every_time() -> None:
+    groups = fixed_groups(prompts("a", "b", "a"), 4)
+    assert groups == fixed_groups(prompts("a", "b", "a"), 4)
+    assert [(g.ordinal, g.prompt.id, g.occurrence, g.num_samples) for g in groups] == [
+        (0, "a", 0, 4),
+        (1, "b", 0, 4),
+        (2, "a", 1, 4),
+    ]

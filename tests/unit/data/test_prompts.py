@@ -1,0 +1,174 @@
+"""Prompt files: what is read, and every way in which a file can be wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data.prompts import PromptFileError, fingerprint, load_prompts
+
+
+def write(folder: Path, data: str | bytes, name: str = "prompts.txt") -> str:
+    file = folder / name
+    file.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(file)
+
+
+def rows(folder: Path, *values: object) -> str:
+    return write(folder, "\n".join(json.dumps(value) for value in values), "prompts.jsonl")
+
+
+def faults(path: str, target: str = "none") -> list[tuple[int | None, str]]:
+    with pytest.raises(PromptFileError) as caught:
+        load_prompts(path, target)
+    return [(fault.line, fault.message) for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"a cat\na dog\n",
+        b"a cat\na dog",
+        b"a cat\r\na dog\r\n",
+        b"\xef\xbb\xbfa cat\na dog\n",
+        b"\n  \na cat\n\n\t\na dog\n\n",
+    ],
+    ids=["plain", "no final newline", "CRLF", "BOM", "blank lines"],
+)
+def test_text_files(tmp_path: Path, data: bytes) -> None:
+    assert [prompt.text for prompt in load_prompts(write(tmp_path, data))] == ["a cat", "a dog"]
+
+
+def test_jsonl_fields(tmp_path: Path) -> None:
+    path = rows(
+        tmp_path,
+        {"prompt": "a cat", "negative_prompt": "dogs", "metadata": {"n": 1}, "target": "cat", "id": 7},
+        {"prompt": "a dog", "target": None, "id": None},
+    )
+    cat, dog = load_prompts(path)
+    assert (cat.id, cat.text, cat.negative, cat.target, cat.metadata) == ("7", "a cat", "dogs", "cat", {"n": 1})
+    assert (dog.text, dog.negative, dog.target, dog.metadata) == ("a dog", "", None, {})
+
+
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+    assert [prompt.text for prompt in load_prompts(write(tmp_path, "one\u2028line\x85only\n"))] == ["one\u2028line\x85only"]
+
+
+def test_quoted_targets(tmp_path: Path) -> None:
+    path = write(tmp_path, 'a sign "HELLO" and "BYE"\ndie Aufschrift “GRÜẞE”\n')
+    assert [prompt.target for prompt in load_prompts(path, "quoted")] == ["HELLO", "GRÜẞE"]
+
+
+def test_quoted_targets_that_are_missing_or_empty_come_together(tmp_path: Path) -> None:
+    path = write(tmp_path, 'a sign\na sign "OK"\na sign ""\na sign " "\n')
+    found = faults(path, "quoted")
+    assert [line for line, _ in found] == [1, 3, 4]
+    assert "no quoted text" in found[0][1] and "empty text" in found[1][1] and "empty text" in found[2][1]
+
+
+def test_a_declared_target_must_agree_with_the_quoted_one(tmp_path: Path) -> None:
+    same, other = {"prompt": 'say "A"', "target": "A"}, {"prompt": 'say "A"', "target": "B"}
+    assert load_prompts(rows(tmp_path, same), "quoted")[0].target == "A"
+    assert faults(rows(tmp_path, same, other), "quoted")[0][0] == 2
+
+
+def test_field_targets(tmp_path: Path) -> None:
+    assert load_prompts(rows(tmp_path, {"prompt": "p", "target": "t"}), "field")[0].target == "t"
+    assert faults(rows(tmp_path, {"prompt": "p"}), "field") == [(1, "has no 'target', which data.target=field needs")]
+    assert "text file has no target" in faults(write(tmp_path, "p\n"), "field")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": None}, "'prompt' must be a string, got null"),
+        ({"prompt": "  "}, "'prompt' is empty"),
+        ({"prompt": "p", "target": ""}, "'target' is empty"),
+        ({"prompt": ["p"]}, "'prompt' must be a string, got a list"),
+        ({"text": "p"}, "has no 'prompt'"),
+        ({"prompt": "p", "promt": "q"}, "unknown field 'promt'"),
+        ({"prompt": "p", "images": ["a.png"]}, "conditioned on images is not supported"),
+        ({"prompt": "p", "metadata": 3}, "'metadata' must be an object, got a number"),
+        ({"prompt": "p", "id": True}, "'id' must be a non-empty string or an integer, got a boolean"),
+        ({"prompt": "p\u0000"}, "U+0000"),
+        ({"prompt": "\ud800"}, "U+D800"),
+        (["p"], "must be a JSON object"),
+        ("p", "must be a JSON object"),
+    ],
+)
+def test_faulty_rows(tmp_path: Path, row: object, message: str) -> None:
+    found = faults(rows(tmp_path, {"prompt": "fine"}, row))
+    assert [line for line, text in found if message in text] == [2]
+
+
+def test_broken_json_names_line_and_column(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"\n{"prompt": "c", "prompt": "d"}\n', "p.jsonl")
+    assert [line for line, _ in faults(path)] == [2, 3]
+    assert "is not JSON" in faults(path)[0][1] and "column 15" in faults(path)[0][1]
+    assert faults(path)[1][1] == "has 'prompt' twice"
+
+
+def test_duplicate_ids_name_the_first_line(tmp_path: Path) -> None:
+    path = rows(tmp_path, {"prompt": "a", "id": "x"}, {"prompt": "b", "id": 1}, {"prompt": "c", "id": "1"})
+    assert faults(path) == [(3, "has the id '1' of line 2")]
+
+
+def test_latin_1_and_utf_16(tmp_path: Path) -> None:
+    assert faults(write(tmp_path, b"fine\nL\xe9on\nfine\n")) == [(2, "byte 0xe9 in column 2 is not UTF-8 (Latin-1?)")]
+    assert faults(write(tmp_path, "a cat\n".encode("utf-16"))) == [(None, "is UTF-16; save it as UTF-8")]
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    assert faults(str(tmp_path / "none.txt")) == [(None, "No such file or directory")]
+    (tmp_path / "folder.txt").mkdir()
+    assert faults(str(tmp_path / "folder.txt")) == [(None, "Is a directory")]
+    assert "must end in .txt or .jsonl" in faults(write(tmp_path, "p", "p.csv"))[0][1]
+    assert faults(write(tmp_path, "\n\n")) == [(None, "holds no prompt")]
+    assert faults("pkg://no_such_package/p.txt") == [(None, "there is no package 'no_such_package'")]
+    assert faults("pkg://flowrl/assets/none.txt") == [(None, "No such file or directory")]
+    with pytest.raises(ValueError, match="target must be one of"):
+        load_prompts(write(tmp_path, "p"), "quote")
+
+
+def test_the_message_is_bounded_and_the_report_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path, "no target\n" * 50)
+    with pytest.raises(PromptFileError) as caught:
+        load_prompts(path, "quoted")
+    assert len(caught.value.report()) == 50
+    assert len(str(caught.value).splitlines()) == PromptFileError.shown + 1
+    assert str(caught.value).splitlines()[0].startswith(f"{path}:1: ")
+
+
+def test_shipped_prompts_are_read_from_the_package() -> None:
+    train = load_prompts("pkg://flowrl/assets/tiny_words/train.txt", "quoted")
+    heldout = load_prompts("pkg://flowrl/assets/tiny_words/heldout.txt", "quoted")
+    assert not {prompt.target for prompt in train} & {prompt.target for prompt in heldout}
+
+
+def test_ids_depend_on_content_alone(tmp_path: Path) -> None:
+    first = {prompt.text: prompt.id for prompt in load_prompts(write(tmp_path, "a\nb\nc\n"))}
+    second = {prompt.text: prompt.id for prompt in load_prompts(write(tmp_path, "c\n\nb\na\nd\n"))}
+    assert first.items() <= second.items()
+    repeated = [prompt.id for prompt in load_prompts(write(tmp_path, "a\na\nb\n"))]
+    assert repeated[0] == repeated[1] != repeated[2]
+
+
+def test_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path, "a\n")
+    before = fingerprint(path)
+    assert before == fingerprint(path) and len(before) == 64
+    write(tmp_path, "b\n")
+    assert fingerprint(path) != before
+
+
+LINES = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(str.strip), min_size=1)
+
+
+@given(LINES, st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: str, final: bool) -> None:
+    path = write(tmp_path_factory.mktemp("p"), end.join(lines) + (end if final else ""))
+    assert [prompt.text for prompt in load_prompts(path)] == [line.strip() for line in lines]
+    path = rows(tmp_path_factory.mktemp("p"), *({"prompt": line} for line in lines))
+    assert [prompt.text for prompt in load_prompts(path)] == lines

@@ -1,0 +1,110 @@
+"""The SD3 adapter: what it refuses, and what it caches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.models.sd3 import SD3, EmbeddingCache
+from flowrl.types import LoadError
+from tests.support import tiny
+
+
+def copy_without(folder: Path, target: Path, *parts: str) -> Path:
+    shutil.copytree(folder, target)
+    for part in parts:
+        path = target / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return target
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "transformer/diffusion_pytorch_model.safetensors",
+        "vae",
+        "tokenizer",
+        "model_index.json",
+        "text_encoder_2/config.json",
+    ],
+)
+def test_an_incomplete_folder_is_one_sentence(tiny_folder: Path, tmp_path: Path, missing: str) -> None:
+    folder = copy_without(tiny_folder, tmp_path / "model", missing)
+    with pytest.raises(LoadError, match=r"^model\.path=") as caught:
+        tiny.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_half_a_checkpoint_never_trains_on_random_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    """A transformer folder whose tensors are incomplete, or belong to another architecture."""
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_without(tiny_folder, tmp_path / "model")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(weights)
+    save_file({name: state[name] for name in list(state)[::2]}, weights, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match="missing"):
+        tiny.load(folder)
+    shutil.copytree(tiny_folder / "transformer", folder / "transformer", dirs_exist_ok=True)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 3}))
+    with pytest.raises(LoadError):
+        tiny.load(folder)
+
+
+def test_absent_folder() -> None:
+    with pytest.raises(LoadError, match=r"model\.path=/nowhere/at-all"):
+        SD3("/nowhere/at-all").load(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("height", "width", "frames"), [(30, 80, 1), (32, 84, 1), (32, 80, 5)])
+def test_sizes_that_cannot_be_drawn(tiny_folder: Path, height: int, width: int, frames: int) -> None:
+    with pytest.raises(ValueError, match=r"sampler\.(height|frames)"):
+        tiny.load(tiny_folder).latent_shape(height, width, frames)
+
+
+def test_guidance_changes_the_velocity_linearly(tiny_folder: Path) -> None:
+    """v(g) = v_u + g (v_c - v_u): three scales are collinear, and 1 is the conditional velocity alone."""
+    policy = tiny.load(tiny_folder)
+    prompts = [group.prompt for group in tiny.groups(2, 1)]
+    sample, sigma = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0)), torch.tensor([0.4, 0.8])
+    with torch.no_grad():
+        v = {g: policy.velocity(sample, sigma, policy.encode(prompts, g)) for g in (0.0, 1.0, 2.0, 4.0)}
+    torch.testing.assert_close(v[2.0], v[0.0] + 2 * (v[1.0] - v[0.0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(v[4.0], v[0.0] + 4 * (v[1.0] - v[0.0]), atol=1e-5, rtol=0)
+    assert (v[1.0] - v[0.0]).abs().max() > 1e-4
+
+
+def test_timesteps_reach_the_transformer_unrounded(tiny_folder: Path) -> None:
+    """In bfloat16, 913.7 would become 912."""
+    policy = tiny.load(tiny_folder, dtype="bfloat16")
+    seen = []
+    policy.module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["timestep"]), with_kwargs=True)
+    conditions = policy.encode([tiny.groups(1, 1)[0].prompt])
+    with torch.no_grad():
+        policy.velocity(torch.randn(1, 8, 8, 20), torch.tensor([0.9137]), conditions)
+    assert seen[0].dtype == torch.float32 and seen[0].item() == pytest.approx(913.7)
+
+
+def test_encoders_run_once_per_text(tiny_folder: Path) -> None:
+    policy = tiny.load(tiny_folder)
+    calls = []
+    policy.pipeline.text_encoder.register_forward_hook(lambda *_: calls.append(1))
+    prompts = [group.prompt for group in tiny.groups(3, 1)]
+    policy.encode(prompts + prompts)
+    policy.encode(prompts[::-1])
+    assert len(calls) == 1
+
+
+def test_cache_drops_the_least_recently_used() -> None:
+    cache = EmbeddingCache(2)
+    row = (torch.zeros(1), torch.zeros(1))
+    for text in "abc":
+        cache.put(text, row)
+    cache.get("a")
+    cache.shrink()
+    assert "a" in cache and "c" in cache and "b" not in cache
