@@ -18,7 +18,7 @@ def kl_divergence(
     With the means mu of the two transitions, which share one std:
 
     * "gaussian": (mu - mu_ref)^2 / (2 std^2), the Kullback-Leibler divergence per dimension (Flow-GRPO,
-      arXiv 2505.05470, eq. 10; its Wan script).
+      arXiv 2505.05470; its Wan script).
     * "flow_grpo": (mu - mu_ref)^2 / (2 s^2) with s = std / sqrt(-dt), as flow_grpo's scripts for SD3, FLUX and
       Qwen-Image and verl-omni compute it: the divergence times -dt, so that steps are weighted by their length.
     * "x": (mu - mu_ref)^2, Flow-Factory's "x-based".

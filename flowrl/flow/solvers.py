@@ -129,7 +129,7 @@ class _Step:
         e = math.expm1(-self.h)
         phi_1 = -e / self.h - 1
         phi_2 = -phi_1 / self.h - 0.5
-        # rho_1 + rho_2 = phi_1 / e and r rho_1 + rho_2 = 2 phi_2 / e (arXiv 2302.04867, eq. 5)
+        # rho_1 + rho_2 = phi_1 / e and r rho_1 + rho_2 = 2 phi_2 / e (UniPC, with B(h) = e)
         rho_1 = (phi_1 - 2 * phi_2) / e / (1 - self.r)
         rho_2 = phi_1 / e - rho_1
         return self._moved(self.x_0 + rho_1 * self.slope + rho_2 * change)

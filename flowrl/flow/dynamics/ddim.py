@@ -32,6 +32,6 @@ class DDIM(Dynamics):
         """See `Dynamics.transition`."""
         sigma, next_sigma = step_sigmas(sigmas, step_index, sample)
         posterior = 1 - (next_sigma * (1 - sigma) / (sigma * (1 - next_sigma))).square()
-        rho = self.eta * next_sigma * posterior.sqrt()
-        noise_kept = (next_sigma.square() - rho.square()).sqrt()
+        rho = next_sigma * self.eta * posterior.sqrt()
+        noise_kept = next_sigma * (1 - self.eta**2 * posterior).sqrt()
         return path_preserving(sample, velocity, sigma, next_sigma, noise_kept, rho)

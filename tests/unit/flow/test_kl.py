@@ -77,7 +77,7 @@ def test_gaussian_is_the_divergence_of_the_two_distributions(dynamics):
 
 
 def test_the_papers_expression_for_flow_sde():
-    """Flow-GRPO, eq. 10: h / 2 (s (1 - sigma) / (2 sigma) + 1 / s)^2 |v - v_ref|^2."""
+    """Flow-GRPO (arXiv 2505.05470): h / 2 (s (1 - sigma) / (2 sigma) + 1 / s)^2 |v - v_ref|^2."""
     sigmas, steps = StaticShift().sigmas(10).double(), torch.tensor([1, 5, 8])
     sample, velocity, other = (torch.full((3, 4), value, dtype=torch.float64) for value in (0.3, 1.0, 0.2))
     policy, reference = (FlowSDE().transition(sample, v, sigmas, steps) for v in (velocity, other))
