@@ -1,6 +1,6 @@
 """The schema of a run, and the one function that turns configuration nodes into objects.
 
-Fixed sections are the dataclasses below. Swappable parts (a model, a dynamics, a reward ...) are nodes with a `_target_`
+Fixed sections are the dataclasses below. Swappable parts (a model, a dynamics, a reward) are nodes with a `_target_`
 dotpath, typed `Any` here: `build` makes them. This module is a leaf: it knows no other part of flowrl, nor Hydra.
 """
 
@@ -222,7 +222,7 @@ class Particular(Protocol):
 
 
 def build_run(cfg: DictConfig) -> Config:
-    """The typed `Config` of a composed configuration, with every component built. All faults come as one `ConfigError`."""
+    """The typed `Config` of a composed configuration, components built. All faults come as one `ConfigError`."""
     run, problems = assemble(cfg)
     if problems:
         raise ConfigError(*problems)
@@ -230,7 +230,7 @@ def build_run(cfg: DictConfig) -> Config:
 
 
 def assemble(cfg: DictConfig) -> tuple[Config, list[Problem]]:
-    """`build_run` for those who have more to check: every fault so far, and a `Config` with None for what they concern."""
+    """`build_run` for those who have more to check: a `Config` with None for what is at fault, and the faults."""
     problems: list[Problem] = []
     return _build_fields(Config, _plain(cfg, ""), "", problems), problems
 
@@ -302,7 +302,9 @@ def _locate(dotpath: str, path: str, problems: list[Problem]) -> type | None:
         problems.append(Problem(f"{path}._target_", f"cannot import {dotpath!r} ({error}).", hint))
         return None
     if not (isinstance(target, type) and is_dataclass(target)) or inspect.isabstract(target):
-        problems.append(Problem(f"{path}._target_", f"{dotpath!r} must be a concrete dataclass, got {_describe(target)}."))
+        problems.append(
+            Problem(f"{path}._target_", f"{dotpath!r} must be a concrete dataclass, got {_describe(target)}.")
+        )
         return None
     return target
 
@@ -331,7 +333,7 @@ def _construct(target: type, children: dict[str, Any], path: str, problems: list
 def _checked(target: type, key: str, item: Any, path: str, faults: list[Problem]) -> Any:
     """`item` converted to the type that `target` declares for `key`; objects (built children) pass as they are."""
     hint = get_type_hints(target)[key]
-    if is_dataclass(hint) and isinstance(item, Mapping):
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(item, Mapping):
         return _construct(hint, dict(item), f"{path}.{key}", faults)
     if _holds_objects(item):
         return item

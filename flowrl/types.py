@@ -20,21 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.noise import Noise
 from flowrl.flow.schedule import Schedule
+from flowrl.prompts import Prompt
 
-
-def shared(**kwargs: Any) -> Any:
-    """A keyword-only dataclass field that all rows have in common (it is neither indexed nor concatenated)."""
-    return field(metadata={"shared": True}, kw_only=True, **kwargs)
+SHARED = {"shared": True}
+"""Metadata of a field that all rows have in common: it is neither indexed nor concatenated."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """A frozen dataclass of batch-first fields: tensors, tuples, other `Rows`; `None` is passed over.
 
-    Fields made with `shared()` belong to the batch as a whole and must be equal in all parts of a `concat`.
+    Fields with the metadata `SHARED` belong to the batch as a whole and must be equal in all parts of a `concat`.
     """
 
     def __len__(self) -> int:
@@ -107,17 +107,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One line of a data set. `target` is what a reward looks for (for OCR: the text to be read)."""
-
-    id: str
-    text: str
-    target: str | None = None
-    negative: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Group:
     """One prompt to be drawn `num_samples` times: the unit of normalisation, of buffering and of accounting.
 
@@ -146,7 +135,7 @@ class Conditions(Rows):
     another guidance than the rollout did.
     """
 
-    guidance_scale: float = shared(default=1.0)
+    guidance_scale: float = field(default=1.0, kw_only=True, metadata=SHARED)
 
 
 @dataclass(frozen=True)
@@ -165,8 +154,8 @@ class Trajectory(Rows):
     group_ids: Tensor  # [B] int64, ordinals of the groups
     slots: Tensor  # [B] int64, 0..K-1 within the group
     policy_version: Tensor  # [B] int64, of the weights that sampled
-    sigmas: Tensor = shared()  # [N + 1] float32, last 0
-    dynamics: Dynamics = shared()
+    sigmas: Tensor = field(kw_only=True, metadata=SHARED)  # [N + 1] float32, last 0
+    dynamics: Dynamics = field(kw_only=True, metadata=SHARED)
 
 
 @dataclass(frozen=True)
@@ -212,6 +201,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """One reward component. Cheap to construct and to pickle; `load` does the heavy work, once, where it runs."""
 
@@ -220,7 +210,7 @@ class Scorer(Protocol):
         ...
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """float64 [B] for uint8 images [B, H, W, 3] (RGB) and their prompts. Raises on failure, never returns a stand-in."""
+        """float64 [B] for uint8 RGB images [B, H, W, 3] and their prompts. Raises on failure, never a stand-in."""
         ...
 
 
@@ -238,7 +228,7 @@ class Samples(Rows):
 
 @dataclass(frozen=True)
 class TrainBatch(Rows):
-    """Training rows, sample-major; each algorithm adds what its loss reads. All of it is frozen before the first update."""
+    """Training rows, sample-major; each algorithm adds what its loss reads. Frozen before the first update."""
 
     condition_rows: Tensor  # [T] int64
     group_ids: Tensor  # [T] int64
@@ -303,6 +293,11 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def advantages(self) -> Advantages:
+        """How the rewards of a batch become advantages."""
+        ...
+
+    @property
     def target_kl(self) -> float | None:
         """End a cycle early once an update's mean `approx_kl` exceeds this."""
         ...
@@ -356,7 +351,7 @@ class Policy(Protocol):
         ...
 
     def velocity(self, sample: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """The guided velocity, float32 [B, ...], for sample [B, ...] float32, sigma [B] float32 and B rows of conditions."""
+        """The guided velocity [B, ...] of sample [B, ...], all float32, at sigma [B], for B rows of conditions."""
         ...
 
     def decode(self, latents: Tensor) -> np.ndarray:
@@ -364,11 +359,12 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
 class PolicyConfig(Protocol):
     """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
 
     def load(self, device: torch.device) -> Policy:
-        """Read the weights. Raises `LoadError` for a missing, partial or mismatched folder: never random weights in silence."""
+        """Read the weights. Raises `LoadError` for a missing or partial folder: never random weights in silence."""
         ...
 
 

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "flowrl"
 
 # Lower ranks know nothing of higher ones; packages of one rank do not know each other.
 RANKS = [
-    {"config", "flow"},
+    {"config", "flow", "prompts"},
     {"types"},
     {"algorithms", "models", "distributed", "tiny"},
     {"data", "rollout", "rewards", "buffer", "tracking"},
@@ -47,7 +47,9 @@ def part(module: str) -> str:
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
     """Every module that a file imports, and whether it does so on being imported itself."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    later = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types(node)]
+    later = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types(node)
+    ]
     deferred = {id(inner) for outer in later for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         at_once = id(node) not in deferred

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from flowrl.flow.schedule import Schedule, StaticShift
 from flowrl.models.loading import absent_parts, check_complete, quiet_loading, resolve_path
-from flowrl.types import Conditions, LoadError, Prompt
+from flowrl.prompts import Prompt
+from flowrl.types import Conditions, LoadError
 
 PARTS = (
     "transformer",

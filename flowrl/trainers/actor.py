@@ -127,6 +127,7 @@ class Actor:
             total += value.detach()
             divergence += loss.means["approx_kl"].sum() / len(update) if "approx_kl" in loss.means else 0.0
             self.meter.count("train/num_microbatches")
+            self.meter.count("train/num_rows", len(rows))
             for name, values in loss.means.items():
                 self.meter.mean(f"train/{name}", values)
             for name, values in loss.spreads.items():

@@ -44,6 +44,7 @@ class Journal:
         )
         self.metrics: dict[str, float] = {}
         self.evaluations: dict[int, Evaluated] = {}  # the first and the last
+        self._scored: dict[str, float] = {}
         self._opened = ExitStack()
         self._began = time.perf_counter()
 
@@ -86,11 +87,25 @@ class Journal:
         """Hand the step's record to every logger."""
         for name, value in memory_metrics(stages.device).items():
             stages.meter.worst(name, value)
-        seconds = stages.timers.collect()
-        metrics = self.metrics | stages.meter.collect() | seconds | stages.buffer.accounting().metrics()
+        metrics = self.metrics | stages.meter.collect() | stages.timers.collect() | stages.buffer.accounting().metrics()
+        metrics |= self._scoring(stages.rewards.totals())
         num_samples = self.run.data.train_batch_size * self.run.data.num_samples_per_prompt
         self.tracker.log(step, metrics | _throughput(metrics, num_samples))
         self.metrics = {}
+
+    def _scoring(self, totals: dict[str, float]) -> dict[str, float]:
+        """What the reward workers did since the last record, evaluation included."""
+        spent = {name: value - self._scored.get(name, 0.0) for name, value in totals.items()}
+        self._scored = totals
+        metrics = {
+            f"reward/score_{name}": count for name, count in spent.items() if name.startswith(("dropped", "retries"))
+        }
+        if spent["seconds"]:
+            metrics |= {
+                "reward/score_time": spent["seconds"],
+                "reward/score_samples_per_s": spent["samples"] / spent["seconds"],
+            }
+        return metrics
 
     def finish(self, stages: Stages) -> None:
         """Weights, before/after sheet, summary and report."""
@@ -150,4 +165,5 @@ def _throughput(metrics: dict[str, float], num_samples: int) -> dict[str, float]
         rates["perf/rollout_samples_per_s"] = num_samples / metrics["perf/rollout_s"]
     if metrics.get("perf/update_s"):
         rates["perf/train_samples_per_s"] = num_samples / metrics["perf/update_s"]
+        rates["perf/train_transitions_per_s"] = metrics.get("train/num_rows", 0.0) / metrics["perf/update_s"]
     return rates

@@ -80,7 +80,8 @@ def test_the_wheel_holds_everything_and_installs_nothing_else(wheel: Path) -> No
 
 def test_the_sdist_holds_everything(built: Path) -> None:
     (file,) = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(file).getnames()}
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         name.removeprefix("flowrl/") if name.startswith(("flowrl/configs/", "flowrl/recipes/")) else name
         for name in shipped_files()

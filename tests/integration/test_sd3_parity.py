@@ -10,8 +10,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from flowrl.flow.dynamics.ode import ODE
+from flowrl.prompts import Prompt
 from flowrl.rollout.denoise import denoise
-from flowrl.types import Prompt
 from tests.support import tiny
 
 PROMPTS = ['A sign that says "FLOW"', 'A sign that says "OK"', "A sign", 'A sign that says "MILKY"']

@@ -14,9 +14,10 @@ from flowrl.flow.noise import Noise
 from flowrl.flow.solvers import Euler
 from flowrl.flow.steps import Window
 from flowrl.models.sd3 import SD3, SD3Policy
+from flowrl.prompts import Prompt
 from flowrl.rollout.native import NativeEngine
 from flowrl.tiny.build import Denoiser, Size, build_pipeline, build_tokenizer, build_vae
-from flowrl.types import Group, Prompt, ScoredGroup
+from flowrl.types import Group, ScoredGroup
 
 SIZE = Size(width=32, layers=2, heads=2, text_width=16, text_layers=2, text_heads=2, vae_channels=(8, 8, 16))
 

@@ -96,7 +96,16 @@ def test_impossible_values_are_named(base: DictConfig, key: str, value: Any) -> 
 
 @pytest.mark.parametrize(
     "path",
-    ["model", "sampler.dynamics", "sampler.steps", "sampler.solver", "sampler.schedule", "algorithm", "trainer", "buffer"],
+    [
+        "model",
+        "sampler.dynamics",
+        "sampler.steps",
+        "sampler.solver",
+        "sampler.schedule",
+        "algorithm",
+        "trainer",
+        "buffer",
+    ],
 )
 def test_a_component_of_the_wrong_kind_is_named(base: DictConfig, path: str) -> None:
     cfg = copy.deepcopy(base)
@@ -125,9 +134,10 @@ def test_batches_that_do_not_divide_show_the_equation_and_what_would(base: DictC
         "data.train_batch_size: must be a multiple of algorithm.num_updates_per_batch: 7 / 3 = 2.333 prompts in each "
         "update. Set data.train_batch_size=6 or 9, or algorithm.num_updates_per_batch=1 or 7."
     )
-    assert "Set data.train_batch_size=3," in found(base, data__train_batch_size=2, algorithm__num_updates_per_batch=3)[
-        "data.train_batch_size"
-    ]
+    assert (
+        "Set data.train_batch_size=3,"
+        in found(base, data__train_batch_size=2, algorithm__num_updates_per_batch=3)["data.train_batch_size"]
+    )
 
 
 def test_one_sample_of_a_prompt_has_nothing_to_be_compared_with(base: DictConfig) -> None:

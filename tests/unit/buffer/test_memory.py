@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flowrl.buffer.memory import AccountingError, MemoryBuffer
-from flowrl.types import Group, Prompt, SampledGroup, ScoredGroup
+from flowrl.prompts import Prompt
+from flowrl.types import Group, SampledGroup, ScoredGroup
 
 
 def group(ordinal: int) -> Group:

@@ -50,6 +50,7 @@ def test_a_run_is_called_like_its_recipe() -> None:
         ("recipe=null", "to leave it out write ~group"),
         ("data.seed=1,2", "data.seed: has several values: 1,2. To run each, add -m."),
         ("data.seed", "data.seed: cannot be read as an override. Write key=value"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra itself have no effect here."),
         ("data.seed=[1", "data.seed=[1: cannot be read as an override."),
     ],
 )
@@ -62,7 +63,10 @@ def test_refusals_name_the_path_and_what_to_write(override: str, message: str) -
     [
         (HEADER + "sed: 1\n", "recipe/mine.yaml: sed: there is no such key. Did you mean seed? "),
         (HEADER + "data: {sed: 1}\n", "recipe/mine.yaml: data.sed: there is no such key. Did you mean data.seed? "),
-        (HEADER + "seed: abc\n", "recipe/mine.yaml: seed: Value 'abc' of type 'str' could not be converted to Integer."),
+        (
+            HEADER + "seed: abc\n",
+            "recipe/mine.yaml: seed: Value 'abc' of type 'str' could not be converted to Integer.",
+        ),
         (HEADER + "defaults: [override /model: tiny_sd4]\n", "model: there is no 'tiny_sd4'. Did you mean"),
         (HEADER + "seed: [\n", "mine.yaml:3: is not YAML"),
         ("seed: 1\n", "recipe/mine.yaml: sets keys of the root but lacks the header for it. Begin it with: # @package"),
@@ -81,7 +85,9 @@ def test_a_data_option_without_header_says_so(tmp_path: Path) -> None:
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     folder = tmp_path / "it's mine, all"
-    option(folder, "recipe/mine", HEADER + "# Slower.\ndefaults: [tiny_ocr, _self_]\nactor: {optimizer: {lr: 5.0e-5}}\n")
+    option(
+        folder, "recipe/mine", HEADER + "# Slower.\ndefaults: [tiny_ocr, _self_]\nactor: {optimizer: {lr: 5.0e-5}}\n"
+    )
     cfg = load_config(["recipe=mine"], folder)
     assert (cfg.name, cfg.actor.optimizer.lr, cfg.sampler.height) == ("mine", 5e-5, 32)
     assert "mine      Slower." in help_text(folder)
@@ -108,6 +114,7 @@ def test_sweeps_are_products_with_folders_of_their_own() -> None:
         "tiny_ocr/sampler.dynamics=flow_sde",
     ]
     assert [p.seed for p in load_sweep(["seed=range(3)"])] == [0, 1, 2]
+    assert [p.recipe for p in load_sweep(["recipe=glob(tiny_ocr)"])] == ["tiny_ocr"]
     with pytest.raises(ConfigError, match="cannot sweep over an interval"):
         load_sweep(["seed=interval(0, 1)"])
 

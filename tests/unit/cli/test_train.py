@@ -12,17 +12,23 @@ from omegaconf import OmegaConf
 import flowrl
 from flowrl.cli.train import command
 from flowrl.config import Config, ConfigError, Evaluation
+from flowrl.types import LoadError
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A trainer that only leaves a file, or is interrupted."""
+    """A trainer that only leaves a file, or ends another way: while loading, or interrupted early or late."""
 
-    interrupted: bool = False
+    end: str = "well"
     eval: Evaluation = field(default_factory=Evaluation)
 
     def fit(self, run: Config) -> None:
-        if self.interrupted:
+        if self.end == "load error":
+            raise LoadError("there is no such model.")
+        if self.end == "early":
+            raise KeyboardInterrupt
+        (run.run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+        if self.end == "late":
             raise KeyboardInterrupt
         (run.run_dir / "fitted").write_text(str(run.seed))
 
@@ -33,14 +39,23 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     home = tmp_path / "home"
     option = home / "trainer" / "marker.yaml"
     option.parent.mkdir(parents=True)
-    option.write_text(f"_target_: {__name__}.Marker\ninterrupted: false\neval: {{sets: {{}}}}\n")
+    option.write_text(f"_target_: {__name__}.Marker\nend: well\neval: {{sets: {{}}}}\n")
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.txt").write_text('say "A"\n')
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     files = [f"data.train={tmp_path / 'train.txt'}", f"trainer.eval.sets.heldout={tmp_path / 'heldout.txt'}"]
-    return ["--config-dir", str(home), "~recipe", "trainer=marker", "data=prompts", "data.target=quoted", *files, *SIZES]
+    return [
+        "--config-dir",
+        str(home),
+        "~recipe",
+        "trainer=marker",
+        "data=prompts",
+        "data.target=quoted",
+        *files,
+        *SIZES,
+    ]
 
 
 SIZES = ["data.train_batch_size=2", "data.num_samples_per_prompt=2", "sampler/steps=all"]
@@ -81,10 +96,19 @@ def test_other_settings_or_prompts_under_the_same_name_are_refused(
 def test_interruption_exits_with_130_and_is_not_taken_for_an_end(
     base: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command([*base, "trainer.interrupted=true"]) == 130
+    assert command([*base, "trainer.end=late"]) == 130
     assert capsys.readouterr().err.strip().count("\n") == 0
-    assert command([*base, "trainer.interrupted=true"]) == 2
+    assert command([*base, "trainer.end=late"]) == 2
     assert "broken off" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_before_its_first_metrics_does_not_stand_in_the_way(
+    base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command([*base, "trainer.end=early"]) == 130
+    assert command([*base, "trainer.end=load error"]) == 2
+    assert "model: there is no such model." in capsys.readouterr().err
+    assert command(base) == 0
 
 
 def test_configuration_errors_exit_with_2_and_write_nothing(

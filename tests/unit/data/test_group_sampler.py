@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.group_sampler import GroupSampler, fixed_groups
-from flowrl.types import Prompt
+from flowrl.prompts import Prompt
 
 
 def prompts(*names: str) -> list[Prompt]:

@@ -53,7 +53,9 @@ def test_jsonl_fields(tmp_path: Path) -> None:
 
 
 def test_only_newlines_end_a_line(tmp_path: Path) -> None:
-    assert [prompt.text for prompt in load_prompts(write(tmp_path, "one\u2028line\x85only\n"))] == ["one\u2028line\x85only"]
+    assert [prompt.text for prompt in load_prompts(write(tmp_path, "one\u2028line\x85only\n"))] == [
+        "one\u2028line\x85only"
+    ]
 
 
 def test_quoted_targets(tmp_path: Path) -> None:

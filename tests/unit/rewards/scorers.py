@@ -40,15 +40,24 @@ class Returns(Scores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sleeps(Scores):
-    """Takes `prompt.metadata["sleep"]` seconds; says its process id in `log` first."""
+class Obeys(Scores):
+    """Does what `prompt.metadata` says: `sleep` seconds, then `raise`, `exit`, `nan`, or score 1.
 
-    log: str | None = None
+    First it writes its process id to the file `log`, if there is one.
+    """
 
     def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
-        if self.log:
-            Path(self.log).write_text(str(os.getpid()))
-        time.sleep(prompts[0].metadata["sleep"])
+        orders = prompts[0].metadata
+        if "log" in orders:
+            Path(orders["log"]).write_text(str(os.getpid()))
+        time.sleep(orders.get("sleep", 0))
+        match orders.get("then"):
+            case "raise":
+                return Raises().score(images, prompts)
+            case "exit":
+                os._exit(3)
+            case "nan":
+                return np.full(len(images), np.nan)
         return np.ones(len(images))
 
 

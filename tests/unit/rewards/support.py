@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from flowrl.flow.dynamics.ode import ODE
-from flowrl.types import Conditions, Group, Prompt, SampledGroup, ScoredGroup, Trajectory
+from flowrl.prompts import Prompt
+from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
 
 
-def sampled_group(ordinal: int = 0, num_samples: int = 2, *, sleep: float = 0.0, size: int = 8) -> SampledGroup:
-    """A group of grey pictures; the pictures of different groups and slots differ in brightness."""
-    prompt = Prompt(f"p{ordinal}", 'a sign that says "FLOW"', target="FLOW", metadata={"sleep": sleep})
+def sampled_group(ordinal: int = 0, num_samples: int = 2, *, size: int = 8, **orders: Any) -> SampledGroup:
+    """A group of grey pictures; the pictures of different groups and slots differ in brightness.
+
+    `orders` are the prompt's metadata, for `scorers.Obeys`.
+    """
+    prompt = Prompt(f"p{ordinal}", 'a sign that says "FLOW"', target="FLOW", metadata=orders)
     group = Group(ordinal, prompt, occurrence=0, num_samples=num_samples)
     shade = np.arange(num_samples, dtype=np.uint8) + 10 * ordinal
     images = np.broadcast_to(shade[:, None, None, None], (num_samples, size, size, 3))

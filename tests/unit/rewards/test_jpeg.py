@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowrl.prompts import Prompt
 from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
-from flowrl.types import Prompt
 
 RNG = np.random.default_rng(0)
 FLAT = np.full((64, 48, 3), 90, np.uint8)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.prompts import Prompt
 from flowrl.rewards.ocr import OCR, ocr_score
 from flowrl.rewards.recognisers import Line
-from flowrl.types import Prompt
 from tests.support import golden
 
 GOLDEN = golden.load_json("ocr_reward")

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
+from flowrl.prompts import Prompt
 from flowrl.rewards.scoring import Request, RewardError, load, score
-from flowrl.types import Prompt
 from tests.unit.rewards.scorers import Brightness, CannotLoad, Raises, Returns
 
 REQUEST = Request("style", np.zeros((3, 4, 4, 3), np.uint8), Prompt("p5", "a red fox"), ("p5:0:0", "p5:0:1", "p5:0:2"))
@@ -40,7 +40,7 @@ def test_unusable_scores(value: object, cause: str) -> None:
 
 
 def test_an_exception_keeps_its_traceback_on_the_way_to_another_process() -> None:
-    with pytest.raises(RewardError, match="'style' failed on prompt 'p5' .*: ZeroDivisionError") as caught:
+    with pytest.raises(RewardError, match=r"'style' failed on prompt 'p5' .*: ZeroDivisionError") as caught:
         score({"style": Raises()}, REQUEST)
     arrived = pickle.loads(pickle.dumps(caught.value))
     assert str(arrived) == str(caught.value) and arrived.component == "style"

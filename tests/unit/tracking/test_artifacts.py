@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
-from flowrl.types import Conditions, Group, Prompt, SampledGroup, ScoredGroup, Trajectory
+from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
 from tests.unit.tracking.test_files import kill_while_writing
 
 K, S = 3, 2

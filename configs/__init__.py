@@ -1,0 +1,1 @@
+"""The configuration groups, shipped as `flowrl.configs`."""

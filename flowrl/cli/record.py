@@ -1,0 +1,133 @@
+"""What a run folder says about the run itself: `config.yaml` and `run.json`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+import flowrl
+from flowrl.config import Config, ConfigError, Problem
+from flowrl.data.prompts import fingerprint
+from flowrl.tracking.files import write_atomic
+from flowrl.tracking.loggers.jsonl import FILENAME as METRICS
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "rapidocr", "onnxruntime", "ray")
+FREE = ("name", "runs", "recipe")  # keys that only say where a run is kept
+
+
+def is_finished(run: Config, cfg: DictConfig) -> bool:
+    """Does the run folder hold this very run, finished? A run that ended before its first metrics does not count.
+
+    Raises:
+        ConfigError: it holds another run, or one that was broken off.
+    """
+    file, metrics = run.run_dir / "run.json", run.run_dir / METRICS
+    if not file.exists() or not metrics.exists() or metrics.stat().st_size == 0:
+        return False
+    hint = f"Set name=... to start another, or remove {run.run_dir}."
+    changes = _changes(OmegaConf.load(run.run_dir / "config.yaml"), _resolved(cfg))
+    if changes:
+        raise ConfigError(
+            Problem("name", f"{run.run_dir} holds a run with other settings ({'; '.join(changes)}).", hint)
+        )
+    past = json.loads(file.read_text())
+    if past["data"] != _data(run):
+        raise ConfigError(Problem("name", f"{run.run_dir} holds a run with other prompts in the same files.", hint))
+    if past["finished"] is None:
+        raise ConfigError(Problem("name", f"{run.run_dir} holds a run that was broken off.", hint))
+    return True
+
+
+def begin(run: Config, cfg: DictConfig) -> None:
+    """Make the run folder and write what the run is: the resolved configuration, versions, commit, command, data."""
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run.run_dir / "config.yaml", OmegaConf.to_yaml(_resolved(cfg)).encode())
+    _write(
+        run,
+        {
+            "name": run.name,
+            "command": shlex.join(sys.orig_argv),
+            "started": _now(),
+            "finished": None,
+            "versions": _versions(),
+            "commit": _commit(),
+            "platform": platform.platform(),
+            "data": _data(run),
+        },
+    )
+
+
+def finish(run: Config) -> None:
+    """Note the time at which the run ended."""
+    record = json.loads((run.run_dir / "run.json").read_text())
+    _write(run, record | {"finished": _now()})
+
+
+def _write(run: Config, record: dict[str, Any]) -> None:
+    write_atomic(run.run_dir / "run.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _resolved(cfg: DictConfig) -> DictConfig:
+    resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    return resolved
+
+
+def _changes(old: Any, new: DictConfig) -> list[str]:
+    before, after = _leaves(OmegaConf.to_container(old)), _leaves(OmegaConf.to_container(new))
+    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key) and key not in FREE)
+    return [f"{key}: {before.get(key)} there, {after.get(key)} now" for key in keys]
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {
+        key: value
+        for name, child in tree.items()
+        for key, value in _leaves(child, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+def _data(run: Config) -> dict[str, str]:
+    """SHA-256 of every prompt file."""
+    return {path: fingerprint(path) for path in sorted({run.data.train, *run.trainer.eval.sets.values()})}
+
+
+def _versions() -> dict[str, str | None]:
+    return {"python": platform.python_version(), "flowrl": flowrl.__version__} | {
+        name: _version(name) for name in PACKAGES
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that flowrl runs from, with "+" after it if files differ; None outside of one."""
+    checkout = Path(flowrl.__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    describe = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        result = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

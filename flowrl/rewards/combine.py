@@ -1,0 +1,76 @@
+"""Components of the reward, and the one advantage that they give together."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.config import Config, Particular, Problem
+from flowrl.types import ScoredGroup, Scorer
+
+Combiner = Callable[[Mapping[str, Tensor], Mapping[str, float], Tensor], Tensor]
+"""Rewards [B] by component, weights, group ids int64 [B] -> advantages float64 [B], as `flow.advantage.Advantages`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One reward among others.
+
+    Args:
+        scorer: a `types.Scorer`.
+        weight: of its advantages (`combine=weighted_sum`, `gdpo`) or of its scores (`raw`); 0 only logs it, and a
+            negative one punishes.
+        required: if it fails for good the run stops; else the group goes without it, which is counted.
+    """
+
+    scorer: Any
+    weight: float = 1.0
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scorer, Scorer):
+            raise ValueError(f"scorer must have load() and score(images, prompts), got {self.scorer!r}")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"weight must be a finite number, got {self.weight}")
+
+    def problems(self, run: Config) -> list[Problem]:
+        """The scorer's own."""
+        return self.scorer.problems(run) if isinstance(self.scorer, Particular) else []
+
+
+def batch_advantages(groups: Sequence[ScoredGroup], weights: Mapping[str, float], combiner: Combiner) -> Tensor:
+    """float64 [B], in the order of the groups and their samples.
+
+    Nothing stands in for a component that is missing: groups that lack the same optional components are combined among
+    themselves, with what they have. When all groups have everything, which is the rule, that is the whole batch.
+
+    Args:
+        groups: with at least one component each.
+        weights: of every component.
+        combiner: what makes advantages of complete rewards.
+    """
+    alike: defaultdict[frozenset[str], list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        alike[frozenset(group.rewards)].append(index)
+    parts: list[Tensor] = [torch.empty(0)] * len(groups)
+    for names, members in alike.items():
+        chosen = [groups[index] for index in members]
+        advantages = _combine(chosen, {name: weight for name, weight in weights.items() if name in names}, combiner)
+        start = 0
+        for index, group in zip(members, chosen, strict=True):
+            parts[index] = advantages[start : start + len(group.sampled.trajectory)]
+            start += len(parts[index])
+    return torch.cat(parts)
+
+
+def _combine(groups: Sequence[ScoredGroup], weights: Mapping[str, float], combiner: Combiner) -> Tensor:
+    rewards = {name: torch.from_numpy(np.concatenate([group.rewards[name] for group in groups])) for name in weights}
+    ids = torch.cat([group.sampled.trajectory.group_ids for group in groups])
+    return combiner(rewards, weights, ids)

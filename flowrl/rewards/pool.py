@@ -1,0 +1,169 @@
+"""The pool of reward workers: pictures are scored while the next ones are drawn."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Self
+
+import numpy as np
+
+from flowrl import config
+from flowrl.rewards.combine import Component
+from flowrl.rewards.scoring import Request, RewardError
+from flowrl.rewards.worker import InlineWorker, ProcessWorker, Worker
+from flowrl.types import SampledGroup, ScoredGroup
+
+log = logging.getLogger(__name__)
+
+
+class RewardPool:
+    """Scores groups with every component, `num_workers` groups at a time.
+
+    Each worker is a spawned process that holds all components; a thread waits for its answer. Components that fail are
+    tried again, `retries` times; then a required one raises `RewardError` from the group's future, and an optional one
+    is left out of the group's rewards and counted.
+
+    Args:
+        components: by name.
+        num_workers: processes; 0 scores in the calling process, inside `submit` and without a time limit.
+        timeout_s: for one component on one group; a worker that takes longer is killed and replaced.
+        retries: further attempts after a failure of whatever kind, on a new worker if the old one was lost.
+        load_timeout_s: for a worker to import and load its components.
+    """
+
+    def __init__(
+        self,
+        components: Mapping[str, Component],
+        num_workers: int = 2,
+        timeout_s: float = 120.0,
+        retries: int = 2,
+        load_timeout_s: float = 600.0,
+    ) -> None:
+        self._components = dict(components)
+        self._retries = retries
+        self._closed = False
+        self._totals = defaultdict[str, float](float, samples=0, seconds=0, retries=0)
+        self._lock = threading.Lock()
+        scorers = {name: component.scorer for name, component in components.items()}
+        self._workers: list[Worker] = [
+            ProcessWorker(scorers, timeout_s, load_timeout_s) for _ in range(num_workers)
+        ] or [InlineWorker(scorers)]
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, "flowrl-reward") if num_workers else None
+
+    @classmethod
+    def from_config(cls, reward: config.Reward) -> Self:
+        """The pool of the `reward` section."""
+        return cls(reward.components, reward.num_workers, reward.timeout_s, reward.retries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Let the workers begin to load; returns at once."""
+        for worker in self._workers:
+            worker.start()
+
+    def warm(self) -> None:
+        """Return when all workers have loaded. Raises RewardError for a component that cannot be loaded."""
+        self.start()
+        for worker in self._workers:
+            worker.wait()
+
+    def submit(self, sampled: SampledGroup) -> Future[ScoredGroup]:
+        """The scored group; `result()` raises RewardError if a required component failed for good."""
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        if self._threads:
+            return self._threads.submit(self._score, sampled)
+        future: Future[ScoredGroup] = Future()
+        try:
+            future.set_result(self._score(sampled))
+        except RewardError as error:
+            future.set_exception(error)
+        return future
+
+    def stream(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
+        """All groups scored, in their order, while `groups` goes on generating. Raises RewardError as `submit` does."""
+        pending: deque[Future[ScoredGroup]] = deque()
+        try:
+            for group in groups:
+                pending.append(self.submit(group))
+                while pending and pending[0].done():
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def totals(self) -> dict[str, float]:
+        """Since the pool was made: `samples` scored (once for each component), `seconds` that workers took for them,
+        `retries`, and `dropped/<component>`, the groups that go without an optional component.
+        """
+        with self._lock:
+            return dict(self._totals)
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing; groups not yet scored are lost. Can be called twice."""
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+        if self._threads:
+            self._threads.shutdown(cancel_futures=True)
+
+    # -- one group ------------------------------------------------------------------------------------------------
+
+    def _score(self, sampled: SampledGroup) -> ScoredGroup:
+        worker = self._idle.get()
+        try:
+            found = {name: self._attempt(worker, _request(name, sampled)) for name in self._components}
+        finally:
+            self._idle.put(worker)
+        rewards = {name: scores for name, scores in found.items() if scores is not None}
+        if not rewards:
+            raise RewardError(", ".join(found), f"prompt {sampled.group.prompt.id!r}", "no component gave a score")
+        return ScoredGroup(sampled, rewards)
+
+    def _attempt(self, worker: Worker, request: Request) -> np.ndarray | None:
+        """The scores, or None for an optional component that failed every time."""
+        for retries_left in reversed(range(1 + self._retries)):
+            started = time.perf_counter()
+            try:
+                scores = worker.score(request)
+            except RewardError as error:
+                if not self._closed and retries_left:
+                    self._count("retries")
+                    log.warning("%s; trying again", error)
+                elif self._closed or self._components[request.component].required:
+                    raise
+                else:
+                    self._count(f"dropped/{request.component}")
+                    log.warning("%s; the group goes without this optional component", error)
+            else:
+                self._count("samples", len(scores))
+                self._count("seconds", time.perf_counter() - started)
+                return scores
+        return None
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._totals[name] += amount
+
+
+def _request(component: str, sampled: SampledGroup) -> Request:
+    group, images = sampled.group, sampled.images
+    if images is None:
+        raise RewardError(component, f"prompt {group.prompt.id!r}", "the rollout kept no pictures to score")
+    return Request(component, images, group.prompt, tuple(group.sample_id(slot) for slot in range(len(images))))

@@ -1,0 +1,67 @@
+"""The main function of a reward worker's process.
+
+This module imports nothing but the standard library, so that the number of threads (one) is set before any numerical
+library reads it. And nothing that a worker imports should import torch, which costs 200 MB and seconds of start-up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowrl.types import Scorer
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+
+
+def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -> None:
+    """Load, say so with None, then answer each request with its scores or a RewardError, until the pipe ends.
+
+    `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
+    prompts: what it imports should not count against the time of the first request.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
+    from flowrl.rewards import scoring
+
+    try:
+        loaded = {name: _load(name, data) for name, data in scorers.items()}
+        pickle.loads(prompt)
+        connection.send(None)
+        while True:
+            request = connection.recv()
+            try:
+                connection.send(scoring.score(loaded, request))
+            except scoring.RewardError as error:
+                connection.send(error)
+    except scoring.RewardError as error:  # of loading; without its scorers the worker is of no use
+        connection.send(error)
+    except (EOFError, OSError):  # nobody listens any more
+        return
+
+
+def _load(name: str, pickled: bytes) -> Scorer:
+    from flowrl.rewards import scoring
+
+    try:
+        scorer: Scorer = pickle.loads(pickled)
+    except Exception as error:
+        raise scoring.failure(name, "loading", error) from error
+    scoring.load(name, scorer)
+    return scorer
+
+
+def _follow_parent() -> None:
+    """End when the parent does: a worker that is busy or hangs would not notice the end of the pipe."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""How the shipped model `tiny_sd3` is made: its words, pictures, architecture and pre-training."""

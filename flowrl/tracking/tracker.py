@@ -1,0 +1,69 @@
+"""The one place that a trainer reports to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from flowrl.tracking.loggers.base import Logger, RunInfo, Session
+from flowrl.tracking.loggers.jsonl import JSONLLogger
+
+
+class Tracker:
+    """Fans metrics and pictures out to the loggers: `start`, `log` once per step, `close` (or a `with` block).
+
+    JSON lines are always written, and first: a logger that fails raises, and by then the step is on disk.
+    """
+
+    def __init__(self, loggers: Sequence[Logger] = ()) -> None:
+        others = [logger for logger in loggers if not isinstance(logger, JSONLLogger)]
+        self._loggers: list[Logger] = [JSONLLogger(), *others]
+        self._sessions: list[Session] = []
+        self._closing = ExitStack()
+        self._last_step = -1
+
+    def start(self, run: RunInfo) -> None:
+        """Open every logger; if one cannot start, those already open are closed and its error is raised."""
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        sessions: list[Session] = []
+        with ExitStack() as opened:
+            for logger in self._loggers:
+                sessions.append(logger.start(run))
+                opened.callback(sessions[-1].close)
+            self._closing = opened.pop_all()
+        self._sessions = sessions
+        self._last_step = run.first_step - 1
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step. Raises ValueError unless steps rise strictly: a step has one record, evaluation included."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was logged after step {self._last_step}; log each step once, in order")
+        self._last_step = step
+        for session in self._sessions:
+            session.log(step, metrics)
+
+    def log_images(self, step: int, name: str, images: np.ndarray, captions: Sequence[str]) -> None:
+        """Record pictures, uint8 [B, H, W, 3], with one caption each. Raises ValueError for anything else."""
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+            raise ValueError(f"images must be uint8 [B, H, W, 3], got {images.dtype} {list(images.shape)}")
+        if len(captions) != len(images):
+            raise ValueError(f"{len(images)} images need as many captions, got {len(captions)}")
+        for session in self._sessions:
+            session.log_images(step, name, images, captions)
+
+    def close(self) -> None:
+        """Close every logger, the last opened first, even if one of them fails."""
+        self._sessions = []
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

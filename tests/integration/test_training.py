@@ -1,0 +1,131 @@
+"""Whole runs of the command, from configuration to report, with real OCR and a random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import flowrl
+
+WORDS = ["FLOW", "OPEN", "SALE", "MILK", "TAXI"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f'A sign that says "{word}"\n' for word in WORDS))
+    return path
+
+
+def run(tiny_folder: Path, prompts: Path, runs: Path, *overrides: str) -> Path:
+    """Two small steps, scored in this process."""
+    common = [
+        "debug=tiny",
+        f"model.path={tiny_folder}",
+        "model.max_sequence_length=0",
+        f"data.train={prompts}",
+        f"trainer.eval.sets.heldout={prompts}",
+        f"runs={runs}",
+        "reward.num_workers=0",
+        "logger=jsonl",
+    ]
+    return flowrl.train(flowrl.load_config([*common, *overrides]))
+
+
+def records(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_a_user_looks_for(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    run_dir = run(
+        tiny_folder,
+        prompts,
+        tmp_path / "runs",
+        "artifacts.every=1",
+        "artifacts.trajectories=true",
+        "reward=jpeg_compressibility",
+    )
+    assert [record["step"] for record in records(run_dir)] == [0, 1, 2]
+    last = records(run_dir)[-1]
+    for name in (
+        "reward/mean",
+        "reward/jpeg_compressibility_std",
+        "reward/group_std_mean",
+        "reward/zero_std_ratio",
+        "reward/num_groups",
+        "reward/score_time",
+        "train/loss",
+        "train/ratio_mean",
+        "train/ratio_max",
+        "train/clip_fraction",
+        "train/approx_kl",
+        "train/log_prob_abs_diff",
+        "train/grad_norm",
+        "train/lr",
+        "train/optimizer_steps",
+        "train/optimizer_skips",
+        "train/num_microbatches",
+        "train/policy_version",
+        "perf/rollout_s",
+        "perf/update_s",
+        "perf/mem_peak_gb",
+        "perf/train_transitions_per_s",
+        "perf/train_samples_per_s",
+        "eval/heldout/jpeg_compressibility_mean",
+        "buffer/submitted",
+    ):
+        assert name in last, name
+    assert last["train/optimizer_steps"] == last["train/policy_version"] == 2
+    assert last["buffer/submitted"] == last["buffer/trained"] == 4
+    for name in (
+        "config.yaml",
+        "run.json",
+        "summary.json",
+        "report.html",
+        "before_after.png",
+        "final/transformer/config.json",
+    ):
+        assert (run_dir / name).is_file(), name
+    trajectory = load_file(next((run_dir / "artifacts" / "rollouts" / "000002").rglob("trajectory.safetensors")))
+    assert trajectory["latents"].shape == (4, 2, 8, 8, 20)
+
+
+def test_the_same_seed_gives_the_same_numbers(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """Metrics (timings and memory apart) and weights, bit for bit; another seed gives others."""
+    first, second, other = (
+        run(tiny_folder, prompts, tmp_path / name, "reward=jpeg_incompressibility", f"seed={seed}")
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+
+    def numbers(run_dir: Path) -> list[dict[str, float]]:
+        timed = ("perf/", "reward/score_")
+        return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in records(run_dir)]
+
+    assert numbers(first) == numbers(second) != numbers(other)
+    name = "final/transformer/diffusion_pytorch_model.safetensors"
+    assert (first / name).read_bytes() == (second / name).read_bytes() != (other / name).read_bytes()
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard", "diffusion_nft"])
+@pytest.mark.parametrize("actor", ["full", "lora"])
+def test_every_algorithm_trains_both_ways(
+    tiny_folder: Path, prompts: Path, tmp_path: Path, algorithm: str, actor: str
+) -> None:
+    """Real OCR scores; an illegible model may score 0 throughout, so brightness of a JPEG is rewarded beside it."""
+    run_dir = run(
+        tiny_folder,
+        prompts,
+        tmp_path,
+        f"algorithm={algorithm}",
+        f"actor={actor}",
+        "reward=[ocr_line,jpeg_incompressibility]",
+        "actor.lora.rank=4",
+    )
+    last = records(run_dir)[-1]
+    assert last["train/optimizer_steps"] == 2 and last["train/grad_norm"] > 0
+    assert 0 <= last["eval/heldout/ocr_mean"] <= 1
+    weights = "final/pytorch_lora_weights.safetensors" if actor == "lora" else "final/transformer/config.json"
+    assert (run_dir / weights).is_file()
