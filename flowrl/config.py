@@ -10,9 +10,10 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as REQUIRED
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
+from types import NoneType, UnionType
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -72,6 +73,21 @@ class Data:
 
 
 @dataclass
+class Reward:
+    """Components by name, and the CPU processes that score with them. How they are combined: `algorithm.advantages`."""
+
+    components: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 2  # CPU processes; 0 = score in the trainer's process
+    timeout_s: float = 120.0
+    retries: int = 2
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of every component, once they are built."""
+        return {name: component.weight for name, component in self.components.items()}
+
+
+@dataclass
 class Evaluation:
     """Held-out prompts with fixed seeds. Its rewards may differ from training's, to catch reward hacking."""
 
@@ -80,8 +96,8 @@ class Evaluation:
     samples_per_prompt: int = 1
     num_steps: int | None = None  # denoising steps; null = the sampler's
     dynamics: str = "ode"  # ode | same (the training sampler with fixed steps)
-    rewards: dict[str, Any] | None = None  # components; null = training's
-    use_ema: bool = False
+    rewards: Reward | None = None  # a section like `reward`; null = training's own
+    use_ema: bool = False  # evaluate the moving average of the weights, `actor.ema`
     seed: int = 1234
 
 
@@ -92,7 +108,7 @@ class LoRA:
     rank: int = 32
     alpha: float = 64.0
     targets: list[str] | None = None  # name suffixes; null = the model's own
-    init: str = "gaussian"
+    init: str = "gaussian"  # peft's init_lora_weights: gaussian | orthogonal
     warm_start: str | None = None  # a PEFT folder to begin from
 
 
@@ -113,9 +129,8 @@ class Optimizer:
 
 @dataclass
 class EMA:
-    """Exponential moving average of the trainable weights; evaluation uses it if `trainer.eval.use_ema`."""
+    """Exponential moving average of the trainable weights, kept if `trainer.eval.use_ema`."""
 
-    enabled: bool = False
     decay: float = 0.9
     every: int = 1  # optimiser steps
 
@@ -139,21 +154,6 @@ class Rollout:
 
     engine: str = "native"
     batch_size: int = 64  # samples in one forward
-
-
-@dataclass
-class Reward:
-    """Components by name, and the CPU processes that score with them. How they are combined: `algorithm.advantages`."""
-
-    components: dict[str, Any] = field(default_factory=dict)
-    num_workers: int = 2  # CPU processes; 0 = score in the trainer's process
-    timeout_s: float = 120.0
-    retries: int = 2
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of every component, once they are built."""
-        return {name: component.weight for name, component in self.components.items()}
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Config:
     recipe: str | None = None
     runs: str = "runs"  # parent of run folders
     seed: int = 0
-    deterministic: bool = False
+    deterministic: bool = False  # torch refuses operations that are not reproducible
     device: str = "auto"  # auto | cpu | cuda
     model: Any = MISSING
     sampler: Sampler = field(default_factory=Sampler)
@@ -205,7 +205,7 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """No timestamp: that is what makes "the same command resumes" true."""
+        """No timestamp: the same command means the same run, which is made once."""
         return Path(self.runs) / self.name
 
 
@@ -230,7 +230,10 @@ def build_run(cfg: DictConfig) -> Config:
 
 
 def assemble(cfg: DictConfig) -> tuple[Config, list[Problem]]:
-    """`build_run` for those who have more to check: a `Config` with None for what is at fault, and the faults."""
+    """`build_run` for those who have more to check: a `Config`, and the faults.
+
+    For what is at fault the `Config` has the schema's default, or None if there is none.
+    """
     problems: list[Problem] = []
     return _build_fields(Config, _plain(cfg, ""), "", problems), problems
 
@@ -248,8 +251,14 @@ def _build_fields(schema: type[T], tree: Any, path: str, problems: list[Problem]
             arguments[f.name] = _build_fields(hints[f.name], tree[f.name], where, problems)
         else:
             value = _build(tree[f.name], where, problems)
-            arguments[f.name] = None if value is FAILED else value
+            arguments[f.name] = _default(f) if value is FAILED else value
     return schema(**arguments)
+
+
+def _default(f: Field[Any]) -> Any:
+    if f.default_factory is not REQUIRED:
+        return f.default_factory()
+    return None if f.default is REQUIRED or f.default == MISSING else f.default
 
 
 def build(node: Any, path: str, expected: type[T] | tuple[type, ...] = object) -> T:  # type: ignore[assignment]
@@ -333,8 +342,9 @@ def _construct(target: type, children: dict[str, Any], path: str, problems: list
 def _checked(target: type, key: str, item: Any, path: str, faults: list[Problem]) -> Any:
     """`item` converted to the type that `target` declares for `key`; objects (built children) pass as they are."""
     hint = get_type_hints(target)[key]
-    if isinstance(hint, type) and is_dataclass(hint) and isinstance(item, Mapping):
-        return _construct(hint, dict(item), f"{path}.{key}", faults)
+    section = _section(hint)
+    if section is not None and isinstance(item, Mapping):
+        return _construct(section, dict(item), f"{path}.{key}", faults)
     if _holds_objects(item):
         return item
     try:
@@ -348,6 +358,14 @@ def _checked(target: type, key: str, item: Any, path: str, faults: list[Problem]
         faults.append(Problem(f"{path}.{key}", f"{str(error).splitlines()[0]}."))
         return FAILED
     return OmegaConf.to_object(value) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass that the hint `Section` or `Section | None` names."""
+    kinds = (
+        [kind for kind in get_args(hint) if kind is not NoneType] if get_origin(hint) in (Union, UnionType) else [hint]
+    )
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
 
 
 def _as_list(hint: Any) -> Any:

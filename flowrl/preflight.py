@@ -6,7 +6,7 @@ Nothing is written, no model is read, no process is started and CUDA is not init
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,8 +15,9 @@ import torch
 from omegaconf import DictConfig
 
 from flowrl.buffer.memory import MemoryBuffer
-from flowrl.config import Config, ConfigError, Evaluation, Particular, Problem, assemble
+from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward, assemble
 from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
+from flowrl.distributed.lora import ADAPTER_FILES
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.schedule import Schedule
@@ -46,14 +47,24 @@ class Trainer(Protocol):
 def preflight(cfg: DictConfig) -> Config:
     """The built run, ready to be trained. Raises `ConfigError` with everything that is wrong."""
     run, problems = assemble(cfg)
-    problems.extend(_types(run))
+    faults = tuple(problem.path for problem in problems)
+    problems.extend(_new(_types(run), faults))
     if not problems:  # components look at each other: only now is each of them what it should be
         problems.extend(_particulars(run))
-    for check in (_ranges, _choices, _place, _sampling, _batches, _optimizer, _lora, _prompts, _evaluation):
-        problems.extend(check(run))
+    for check in (_ranges, _choices, _place, _sampling, _batches, _optimizer, _lora, _prompts, _rewards, _evaluation):
+        problems.extend(_new(check(run), faults))
     if problems:
         raise ConfigError(*problems)
     return run
+
+
+def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
+    """Without those about a value that is not the user's, because it, or part of it, could not be built."""
+    for problem in found:
+        if not any(
+            fault == problem.path or fault.startswith((f"{problem.path}.", f"{problem.path}[")) for fault in faults
+        ):
+            yield problem
 
 
 # ---------------------------------------------------------------------------------------------- single values
@@ -75,8 +86,6 @@ _AT_LEAST = {
     "actor.optimizer.min_lr": 0,
     "actor.ema.every": 1,
     "rollout.batch_size": 1,
-    "reward.num_workers": 0,
-    "reward.retries": 0,
     "artifacts.keep": 0,
     "artifacts.every": 0,
     "launcher.num_threads": 0,
@@ -86,7 +95,6 @@ _POSITIVE = (
     "actor.optimizer.lr",
     "actor.optimizer.eps",
     "actor.optimizer.max_grad_norm",
-    "reward.timeout_s",
 )
 _ONE_OF = {
     "device": ("auto", "cpu", "cuda"),
@@ -96,22 +104,27 @@ _ONE_OF = {
     "rollout.engine": ("native",),
     "launcher.kind": ("inline",),
 }
+_AT_LEAST_IN_REWARD = {"num_workers": 0, "retries": 0}
 _AT_LEAST_IN_EVALUATION = {"every": 0, "samples_per_prompt": 1, "num_steps": 1}
+_KEEP_THE_BASE = ("gaussian", "orthogonal")  # peft's other starts change the base's weights, or need data to begin from
 
 
 def _ranges(run: Config) -> Iterator[Problem]:
     yield from _below(run, "", _AT_LEAST)
     for path in _POSITIVE:
-        value = attrgetter(path)(run)
-        if not (math.isfinite(value) and value > 0):
-            yield Problem(path, f"must be greater than 0, got {value}.")
+        yield from _not_positive(path, attrgetter(path)(run))
     decay = run.actor.ema.decay
     if not 0 <= decay < 1:
         yield Problem("actor.ema.decay", f"must be in [0, 1), got {decay}.")
 
 
-def _below(owner: Any, prefix: str, bounds: dict[str, int]) -> Iterator[Problem]:
-    """Numbers under their bound; null passes, where the schema allows it or where it stands for an earlier problem."""
+def _not_positive(path: str, value: float) -> Iterator[Problem]:
+    if not (math.isfinite(value) and value > 0):
+        yield Problem(path, f"must be greater than 0, got {value}.")
+
+
+def _below(owner: Any, prefix: str, bounds: Mapping[str, int]) -> Iterator[Problem]:
+    """Numbers under their bound; null passes, since the schema refuses it where it is not allowed."""
     for name, low in bounds.items():
         value = attrgetter(name)(owner)
         if value is not None and not (math.isfinite(value) and value >= low):
@@ -143,53 +156,68 @@ def _place(run: Config) -> Iterator[Problem]:
 
 def _particulars(run: Config) -> Iterator[Problem]:
     """What the components themselves object to."""
-    rewards = {**run.reward.components, **(run.trainer.eval.rewards or {})}
-    for part in (run.model, run.algorithm, run.trainer, run.buffer, *rewards.values(), *run.logger.components.values()):
+    judges = run.trainer.eval.rewards
+    parts = [run.model, run.algorithm, run.trainer, run.buffer]
+    parts += [run.sampler.dynamics, run.sampler.steps, run.sampler.solver, run.sampler.schedule]
+    parts += [*run.reward.components.values(), *(judges.components.values() if judges else ())]
+    for part in [*parts, *run.logger.components.values()]:
         if isinstance(part, Particular):
             yield from part.problems(run)
 
 
 def _types(run: Config) -> Iterator[Problem]:
-    """Each part must be what its place asks for. None stands for a problem already known."""
+    """Each part must be what its place asks for."""
     yield from _expected("model", run.model, PolicyConfig, "a model: a dataclass with load(device)")
     yield from _expected("sampler.dynamics", run.sampler.dynamics, Dynamics, "a Dynamics of flowrl.flow.dynamics")
     yield from _expected("sampler.steps", run.sampler.steps, Steps, "a Steps of flowrl.flow.steps")
     yield from _expected("sampler.solver", run.sampler.solver, Solver, "a Solver of flowrl.flow.solvers")
-    yield from _expected("sampler.schedule", run.sampler.schedule, Schedule, "a Schedule of flowrl.flow.schedule")
+    if run.sampler.schedule is not None:  # the model's own
+        yield from _expected("sampler.schedule", run.sampler.schedule, Schedule, "a Schedule of flowrl.flow.schedule")
     yield from _expected("algorithm", run.algorithm, Algorithm, "an Algorithm (flowrl.types)")
     yield from _expected("trainer", run.trainer, Trainer, "a trainer: a dataclass with eval and fit(run)")
     yield from _expected("buffer", run.buffer, MemoryBuffer, "a buffer of flowrl.buffer")
-    yield from _rewards("reward.components", run.reward.components)
-    for name, component in (run.logger.components or {}).items():
+    for name, component in run.logger.components.items():
         yield from _expected(f"logger.components.{name}", component, Logger, "a logger: a dataclass with start(run)")
-    if run.reward.components == {}:
-        yield Problem("reward.components", "is empty: there is nothing to learn from.", "Set reward=NAME.")
+    yield from _components("reward", run.reward)
+    if isinstance(run.trainer, Trainer) and run.trainer.eval.rewards is not None:
+        yield from _components("trainer.eval.rewards", run.trainer.eval.rewards)
 
 
-def _rewards(path: str, components: dict[str, Any] | None) -> Iterator[Problem]:
-    for name, component in (components or {}).items():
-        yield from _expected(f"{path}.{name}", component, Component, "a Component of flowrl.rewards.combine")
+def _components(path: str, reward: Reward) -> Iterator[Problem]:
+    for name, component in reward.components.items():
+        yield from _expected(f"{path}.components.{name}", component, Component, "a Component of flowrl.rewards.combine")
 
 
 def _expected(path: str, part: Any, kind: type, words: str) -> Iterator[Problem]:
-    if part is not None and not isinstance(part, kind):
+    if not isinstance(part, kind):
         yield Problem(path, f"must be {words}, got {part!r}.", f"Set {path}._target_ to the dotpath of one.")
 
 
 def _sampling(run: Config) -> Iterator[Problem]:
-    """The trained steps exist, and the dynamics can train them."""
-    sampler, num_steps = run.sampler, run.sampler.num_steps
-    if not isinstance(sampler.steps, Steps) or not isinstance(run.algorithm, Algorithm) or num_steps < 1:
+    """The stochastic steps exist, and the dynamics has a density there; also in evaluation that samples alike."""
+    if not isinstance(run.algorithm, Algorithm) or run.algorithm.needs.rollout == "ode":
         return
-    if run.algorithm.needs.rollout == "ode":
+    found = list(_stochastic(run, run.sampler.num_steps, NUM_PROBED_ROLLOUTS))
+    yield from found
+    settings = run.trainer.eval if isinstance(run.trainer, Trainer) else Evaluation()
+    if not found and settings.dynamics == "same" and settings.num_steps is not None:
+        for problem in _stochastic(run, settings.num_steps, 1):
+            hint = "Change trainer.eval.num_steps, or set trainer.eval.dynamics=ode."
+            yield Problem("trainer.eval.num_steps", f"cannot be sampled like training: {problem.message}", hint)
+
+
+def _stochastic(run: Config, num_steps: int, num_rollouts: int) -> Iterator[Problem]:
+    """What keeps the first rollouts of `num_steps` steps from being drawn."""
+    steps, dynamics = run.sampler.steps, run.sampler.dynamics
+    if not isinstance(steps, Steps) or num_steps < 1:
         return
-    messages = sampler.steps.problems(num_steps)
-    yield from (Problem("sampler.steps", f"{message}.", "See sampler.num_steps.") for message in messages)
-    if messages or not isinstance(sampler.dynamics, Dynamics):
+    reasons = steps.invalid(num_steps)
+    yield from (Problem("sampler.steps", f"{reason}.", "See sampler.num_steps.") for reason in reasons)
+    if reasons or not isinstance(dynamics, Dynamics):
         return
-    drawn = {step for rollout in range(NUM_PROBED_ROLLOUTS) for step in sampler.steps.choose(rollout, num_steps)}
-    for message in sampler.dynamics.problems(sorted(drawn), num_steps):
-        yield Problem("sampler.dynamics", f"{message}.", "Change sampler.dynamics or sampler.steps.")
+    drawn = {step for rollout in range(num_rollouts) for step in steps.choose(rollout, num_steps)}
+    for reason in dynamics.untrainable(sorted(drawn), num_steps):
+        yield Problem("sampler.dynamics", f"{reason}.", "Change sampler.dynamics or sampler.steps.")
 
 
 # ---------------------------------------------------------------------------------------------- batches, actor
@@ -244,18 +272,41 @@ def _lora(run: Config) -> Iterator[Problem]:
         yield Problem(
             "actor.lora.targets", "is empty: nothing would be trained.", "Set it to null for the model's own."
         )
-    warm_start = run.actor.lora.warm_start
-    if warm_start is not None and not (Path(warm_start) / "adapter_config.json").is_file():
-        message = f"{warm_start!r} is no PEFT folder: it has no adapter_config.json."
+    yield from _lora_start(run.actor.lora)
+
+
+def _lora_start(lora: LoRA) -> Iterator[Problem]:
+    """Training begins at the base itself, or at an adapter that is there."""
+    if lora.init not in _KEEP_THE_BASE:
+        message = f"must be {' or '.join(_KEEP_THE_BASE)}, which begin at the base model itself, got {lora.init!r}."
+        yield Problem("actor.lora.init", message)
+    elif lora.init == "orthogonal" and lora.rank % 2:
+        yield Problem("actor.lora.rank", f"must be even with actor.lora.init=orthogonal, got {lora.rank}.")
+    if lora.warm_start is not None and not any((Path(lora.warm_start) / name).is_file() for name in ADAPTER_FILES):
+        message = f"{lora.warm_start!r} holds no adapter: there is neither {' nor '.join(ADAPTER_FILES)}."
         yield Problem("actor.lora.warm_start", message)
 
 
-# ---------------------------------------------------------------------------------------------- prompts
+# ---------------------------------------------------------------------------------------------- prompts, evaluation
 
 
 def _prompts(run: Config) -> Iterator[Problem]:
     if run.data.train is not None:
         yield from _prompt_file("data.train", run.data.train, run.data.target)
+
+
+def _rewards(run: Config) -> Iterator[Problem]:
+    yield from _reward("reward", run.reward, "Set reward=NAME.")
+    if isinstance(run.trainer, Trainer) and run.trainer.eval.rewards is not None:
+        hint = "Add +reward@trainer.eval.rewards=NAME, or set it to null for training's own."
+        yield from _reward("trainer.eval.rewards", run.trainer.eval.rewards, hint)
+
+
+def _reward(path: str, reward: Reward, hint: str) -> Iterator[Problem]:
+    if not reward.components:
+        yield Problem(f"{path}.components", "is empty: there is nothing to score with.", hint)
+    yield from _below(reward, f"{path}.", _AT_LEAST_IN_REWARD)
+    yield from _not_positive(f"{path}.timeout_s", reward.timeout_s)
 
 
 def _evaluation(run: Config) -> Iterator[Problem]:
@@ -265,9 +316,6 @@ def _evaluation(run: Config) -> Iterator[Problem]:
     yield from _below(settings, "trainer.eval.", _AT_LEAST_IN_EVALUATION)
     if settings.dynamics not in ("ode", "same"):
         yield Problem("trainer.eval.dynamics", f"must be ode or same, got {settings.dynamics!r}.")
-    if settings.use_ema and not run.actor.ema.enabled:
-        yield Problem("trainer.eval.use_ema", "needs the moving average.", "Set actor.ema.enabled=true.")
-    yield from _rewards("trainer.eval.rewards", settings.rewards)
     for name, path in settings.sets.items():
         yield from _prompt_file(f"trainer.eval.sets.{name}", path, run.data.target)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.flow.advantage import Advantages
+from flowrl.flow.decay import Decay
 from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.noise import Noise
 from flowrl.flow.schedule import Schedule
+from flowrl.flow.solvers import Solver
 from flowrl.prompts import Prompt
 
 SHARED = {"shared": True}
@@ -155,7 +158,8 @@ class Trajectory(Rows):
     slots: Tensor  # [B] int64, 0..K-1 within the group
     policy_version: Tensor  # [B] int64, of the weights that sampled
     sigmas: Tensor = field(kw_only=True, metadata=SHARED)  # [N + 1] float32, last 0
-    dynamics: Dynamics = field(kw_only=True, metadata=SHARED)
+    dynamics: Dynamics = field(kw_only=True, metadata=SHARED)  # of the stored steps
+    solver: Solver = field(kw_only=True, metadata=SHARED)  # of rollouts without stored steps
 
 
 @dataclass(frozen=True)
@@ -255,27 +259,26 @@ class Velocity(Protocol):
         ...
 
 
-Snapshot = Literal["old", "reference", "teacher"]
-
-
 @dataclass(frozen=True)
 class Velocities:
-    """The policies that a cycle may ask for, without gradient; those that `Needs.snapshots` does not name are None."""
+    """What a cycle may evaluate without gradient: the policy before its first update, and the snapshots by name."""
 
     policy: Velocity
-    old: Velocity | None = None
-    reference: Velocity | None = None
-    teacher: Velocity | None = None
+    snapshots: Mapping[str, Velocity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm wants from the stages before it."""
+    """What an algorithm wants from the stages before it.
+
+    A snapshot is a second set of the trained weights, by a name of the algorithm's choice. With a decay it follows the
+    policy after each cycle, theta_s <- d theta_s + (1 - d) theta, d at the number of optimiser updates so far. With
+    None it is frozen: the model before training, which under LoRA is the base without its adapter.
+    """
 
     rollout: Literal["sde", "ode"] = "sde"  # are stochastic transitions stored, or only x_0?
-    snapshots: frozenset[Snapshot] = frozenset()
-    behaviour: Literal["policy", "old"] = "policy"  # whose weights sample the rollout
-    unit: Literal["sample", "pair", "group"] = "sample"  # what a micro-batch may not split
+    snapshots: Mapping[str, Decay | None] = field(default_factory=dict)
+    behaviour: str | None = None  # the snapshot that samples rollouts; None = the policy
 
 
 @runtime_checkable
@@ -318,10 +321,6 @@ class Algorithm(Protocol):
         """With gradient, on one micro-batch, through the policy's velocity only."""
         ...
 
-    def old_decay(self, num_updates: int) -> float:
-        """theta_old <- d theta_old + (1 - d) theta after a cycle; read only if `needs.snapshots` has "old"."""
-        ...
-
 
 # ---------------------------------------------------------------------------------------------- policy
 
@@ -356,6 +355,10 @@ class Policy(Protocol):
 
     def decode(self, latents: Tensor) -> np.ndarray:
         """uint8 pictures [B, H, W, 3] from final latents [B, ...]."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the whole trained module as the family's own library reads it."""
         ...
 
 

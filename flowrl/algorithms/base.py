@@ -14,6 +14,8 @@ from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics, Transition
 from flowrl.types import SHARED, Samples, TrainBatch, Velocities, Velocity
 
+ROWS_AT_A_TIME = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmBase:
@@ -25,22 +27,20 @@ class AlgorithmBase:
         advantages: how rewards become advantages (`flow.advantage`); by default centred per prompt, divided by the
             standard deviation of the whole batch, as Flow-GRPO's recipes do.
         drop_zero_advantage: leave out samples whose advantage is exactly 0 (groups without variance).
-        target_kl: end a cycle early once an update's mean `approx_kl` exceeds this; null = never.
     """
 
     num_updates_per_batch: int = 1
     adv_clip_max: float = 5.0
     advantages: Any = field(default_factory=lambda: Advantages(std="batch"))
     drop_zero_advantage: bool = False
-    target_kl: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_updates_per_batch < 1:
             raise ValueError(f"num_updates_per_batch must be at least 1, got {self.num_updates_per_batch}.")
         if self.adv_clip_max <= 0:
             raise ValueError(f"adv_clip_max must be positive, got {self.adv_clip_max}.")
-        if self.target_kl is not None and self.target_kl <= 0:
-            raise ValueError(f"target_kl must be positive or null, got {self.target_kl}.")
+        if not isinstance(self.advantages, Advantages):
+            raise ValueError(f"advantages must be flow.advantage.Advantages, got {self.advantages!r}.")
 
     def select(self, samples: Samples) -> Samples:
         """All samples, or those with a non-zero advantage."""
@@ -48,13 +48,14 @@ class AlgorithmBase:
             return samples
         return samples.rows(samples.advantages.nonzero().squeeze(1))
 
+    @property
+    def target_kl(self) -> float | None:
+        """Cycles are never cut short."""
+        return None
+
     def couple(self, update: TrainBatch, velocities: Velocities) -> TrainBatch:
         """Nothing ties samples together."""
         return update
-
-    def old_decay(self, num_updates: int) -> float:
-        """The old policy is the policy."""
-        return 0.0
 
     def problems(self, run: Config) -> list[Problem]:
         """What the run asks of this algorithm and it cannot do."""
@@ -107,13 +108,29 @@ def freeze_transitions(samples: Samples, velocities: Velocities, old_log_prob: s
         dynamics=trajectory.dynamics,
     )
     if old_log_prob == "replay" or keep_mean:
-        _, transition, log_prob = replay(batch, velocities.policy)
-        replayed = log_prob if old_log_prob == "replay" else batch.old_log_prob
-        batch = dataclasses.replace(batch, old_log_prob=replayed, old_mean=transition.mean if keep_mean else None)
-    if velocities.reference is not None:
-        reference, _, _ = replay(batch, velocities.reference)
+        means, log_probs = _replayed(batch, velocities.policy)
+        batch = dataclasses.replace(
+            batch,
+            old_log_prob=log_probs if old_log_prob == "replay" else batch.old_log_prob,
+            old_mean=means if keep_mean else None,
+        )
+    if "reference" in velocities.snapshots:
+        sigma = batch.sigmas[batch.step_index]
+        reference = velocities.snapshots["reference"](batch.sample, sigma, batch.condition_rows)
         batch = dataclasses.replace(batch, reference_velocity=reference)
     return batch
+
+
+def _replayed(batch: Transitions, velocity: Velocity) -> tuple[Tensor, Tensor]:
+    """Means [T, ...] and log-probabilities [T] of all rows; the float64 arithmetic goes a few rows at a time."""
+    v = velocity(batch.sample, batch.sigmas[batch.step_index], batch.condition_rows)
+    means, log_probs = [], []
+    for rows in torch.arange(len(batch), device=v.device).split(ROWS_AT_A_TIME):
+        part = batch.rows(rows)
+        transition = part.dynamics.transition(part.sample, v[rows], part.sigmas, part.step_index)
+        means.append(transition.mean)
+        log_probs.append(part.dynamics.log_prob(part.next_sample, transition))
+    return torch.cat(means), torch.cat(log_probs)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

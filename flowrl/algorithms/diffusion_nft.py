@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import AlgorithmBase
-from flowrl.flow.decay import LinearRamp
+from flowrl.flow.decay import Decay, LinearRamp
 from flowrl.flow.dynamics.base import mean_square
 from flowrl.flow.noise import Noise
 from flowrl.flow.path import interpolate, predicted_x_0
@@ -55,22 +55,21 @@ class DiffusionNFT(AlgorithmBase):
             raise ValueError(f"adv_mode must be one of {', '.join(ADV_MODES)}, got {self.adv_mode!r}.")
         if self.beta <= 0:
             raise ValueError(f"beta must be positive, got {self.beta}.")
+        if self.num_train_times is not None and self.num_train_times < 1:
+            raise ValueError(f"num_train_times must be at least 1 or null, got {self.num_train_times}.")
+        if not isinstance(self.decay, Decay):
+            raise ValueError(f"decay must be a schedule of flow.decay, got {self.decay!r}.")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must be in (0, 1], got {self.timestep_fraction}.")
 
     @property
     def needs(self) -> Needs:
         """Deterministic rollouts by the old policy, of which only x_0 is used."""
-        names = {"old", "reference"} if self.kl_coef else {"old"}
-        return Needs(rollout="ode", behaviour="old", snapshots=frozenset(names))  # type: ignore[arg-type]
-
-    def old_decay(self, num_updates: int) -> float:
-        """The schedule at that many optimiser updates."""
-        return float(self.decay.at(num_updates))
+        reference: dict[str, Decay | None] = {"reference": None} if self.kl_coef else {}
+        return Needs(rollout="ode", behaviour="old", snapshots={"old": self.decay} | reference)
 
     def freeze(self, samples: Samples, velocities: Velocities, noise: Noise) -> NoisedSamples:
         """Fresh eps and shuffled times for every sample, and the frozen policies' velocities at x_t."""
-        assert velocities.old is not None
         time = self._times(samples, noise)
         num_times = time.shape[1]
         per_row = torch.arange(len(samples), device=samples.advantages.device).repeat_interleave(num_times)
@@ -79,6 +78,7 @@ class DiffusionNFT(AlgorithmBase):
         eps = noise.child("epsilon").normal(tuple(clean.shape[1:]), keys).to(clean.device)
         noised = interpolate(clean, eps, t)
         rows = samples.condition_rows[per_row]
+        frozen = {name: velocity(noised, t, rows) for name, velocity in velocities.snapshots.items()}
         return NoisedSamples(
             condition_rows=rows,
             group_ids=samples.trajectory.group_ids[per_row],
@@ -86,8 +86,8 @@ class DiffusionNFT(AlgorithmBase):
             clean=clean,
             noised=noised,
             time=t,
-            old_velocity=velocities.old(noised, t, rows),
-            reference_velocity=None if velocities.reference is None else velocities.reference(noised, t, rows),
+            old_velocity=frozen["old"],
+            reference_velocity=frozen.get("reference"),
         )
 
     def _times(self, samples: Samples, noise: Noise) -> Tensor:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.algorithms.base import Transitions, clipped_surrogate, freeze_transitions, replay
-from flowrl.algorithms.flow_grpo import FlowGRPO, diagnostics
+from flowrl.algorithms.base import Transitions, freeze_transitions
+from flowrl.algorithms.flow_grpo import FlowGRPO
 from flowrl.config import Config, Problem
-from flowrl.flow.dynamics.base import mean_square
+from flowrl.flow.dynamics.base import Transition, mean_square
 from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.flow.noise import Noise
-from flowrl.types import Loss, Samples, TrainBatch, Velocities, Velocity
+from flowrl.types import Samples, Velocities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,11 @@ class GRPOGuard(FlowGRPO):
         """Flow-GRPO's, and mu_old."""
         return freeze_transitions(samples, velocities, self.old_log_prob, keep_mean=True)
 
-    def loss(self, micro: TrainBatch, velocity: Velocity) -> Loss:
-        """The regulated ratio, clipped, divided by the step's h."""
-        assert isinstance(micro, Transitions) and micro.old_mean is not None
-        v, transition, log_prob = replay(micro, velocity)
-        change = log_prob - micro.old_log_prob
-        log_ratio = regulated_log_ratio(change, transition.mean, micro.old_mean, transition.std, self.bias)
-        ratio = log_ratio.exp()
-        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        surrogate = clipped_surrogate(ratio, self.clip_advantages(micro.advantages), self.clip_range, high)
-        terms = surrogate / -transition.dt
-        penalty = self.penalty(micro, v, transition)
-        return Loss(
-            terms=terms if penalty is None else terms + self.kl_coef * penalty,
-            means=diagnostics(log_ratio, self.clip_range, high) | ({} if penalty is None else {"kl": penalty.detach()}),
-            spreads={"ratio": ratio.detach()},
-        )
+    def log_ratio(self, micro: Transitions, transition: Transition, change: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The regulated ratio, and 1 / h."""
+        assert micro.old_mean is not None
+        regulated = regulated_log_ratio(change, transition.mean, micro.old_mean, transition.std, self.bias)
+        return regulated, -1 / transition.dt
 
 
 def regulated_log_ratio(change: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor, bias: str) -> Tensor:

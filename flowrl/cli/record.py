@@ -30,8 +30,8 @@ def is_finished(run: Config, cfg: DictConfig) -> bool:
     Raises:
         ConfigError: it holds another run, or one that was broken off.
     """
-    file, metrics = run.run_dir / "run.json", run.run_dir / METRICS
-    if not file.exists() or not metrics.exists() or metrics.stat().st_size == 0:
+    file = run.run_dir / "run.json"
+    if not file.exists() or not _has_metrics(run):
         return False
     hint = f"Set name=... to start another, or remove {run.run_dir}."
     changes = _changes(OmegaConf.load(run.run_dir / "config.yaml"), _resolved(cfg))
@@ -43,8 +43,22 @@ def is_finished(run: Config, cfg: DictConfig) -> bool:
     if past["data"] != _data(run):
         raise ConfigError(Problem("name", f"{run.run_dir} holds a run with other prompts in the same files.", hint))
     if past["finished"] is None:
-        raise ConfigError(Problem("name", f"{run.run_dir} holds a run that was broken off.", hint))
+        raise ConfigError(
+            Problem("name", f"{run.run_dir} holds a run that was broken off; it cannot be resumed.", hint)
+        )
     return True
+
+
+def remains(run: Config) -> str:
+    """What a run that was broken off leaves behind, and what can be done."""
+    if _has_metrics(run):
+        return f"{run.run_dir} holds what was written; a run cannot be resumed: set name=... or remove the folder."
+    return f"{run.run_dir} holds only the run's configuration; the same command starts anew."
+
+
+def _has_metrics(run: Config) -> bool:
+    metrics = run.run_dir / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def begin(run: Config, cfg: DictConfig) -> None:

@@ -56,8 +56,8 @@ class PromptFileError(ValueError):
 def load_prompts(path: str, target: str = "none") -> list[Prompt]:
     """The prompts of a file, in its order; repeated prompts are kept, and so are weighted.
 
-    A prompt without an `id` of its own gets one from its content, so that its noise does not depend on its place in
-    the file.
+    A prompt without an `id` of its own gets one from its content: the same line has the same id in every file, and
+    twice in one file if it stands there twice.
 
     Args:
         path: an ordinary path, or `pkg://PACKAGE/path` for a file inside an installed package.

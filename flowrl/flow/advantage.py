@@ -24,8 +24,8 @@ def group_advantages(
 ) -> Tensor:
     """(reward - group mean) / (max(std, floor) + eps), float64 [B].
 
-    A singleton group, and a group whose rewards are all equal, get 0. Statistics are those of the tensors given: pass
-    the whole train batch, not one rank's part. To normalise without groups, give all samples the same id.
+    A singleton group, and a group whose rewards are all equal, get exactly 0. Statistics are those of the tensors
+    given: pass the whole train batch, not one rank's part. To normalise without groups, give all samples the same id.
 
     The default is flow_grpo's: additive 1e-4 and the population standard deviation. By repository:
 
@@ -55,7 +55,7 @@ def group_advantages(
     require_choice("std", std, ("group", "batch", "none"))
     rewards = _checked(rewards, group_ids)
     _, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    deviation = rewards - _group_mean(rewards, group, size)[group]
+    deviation = _deviation(rewards, group, size)
     if std == "none":
         return deviation
     if not eps + floor > 0:
@@ -78,8 +78,8 @@ class Advantages:
       its scale.
     * "raw": the advantages of the sum of w_k * rewards of component k, as flow_grpo and Flow-Factory's "sum" do. A
       component with large rewards outweighs the others.
-    * "gdpo": the weighted sum, once more centred on its batch mean and divided by its batch standard deviation, as
-      Flow-Factory's GDPO does (with floor 1e-6 and eps 0 there).
+    * "gdpo": the weighted sum, which is centred already, divided by its batch standard deviation, as Flow-Factory's
+      GDPO does (with floor 1e-6 and eps 0 there). It divides each component per group first: `std` must be "group".
     """
 
     combine: str = "weighted_sum"
@@ -93,6 +93,7 @@ class Advantages:
         require_one_of(self, "std", ("group", "batch", "none"))
         require_at_least(self, "eps", 0)
         require_at_least(self, "floor", 0)
+        require(self.combine != "gdpo" or self.std == "group", self, "std", "'group' with combine=gdpo")
         require(self.std == "none" or self.eps + self.floor > 0, self, "eps", "> 0 unless floor is")
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_ids: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class Advantages:
         total = _weighted_sum({name: self._normalised(r, group_ids) for name, r in rewards.items()}, weights)
         if self.combine == "weighted_sum":
             return total
-        return (total - total.mean()) / (_batch_std(total, self.unbiased).clamp(min=self.floor) + self.eps)
+        return total / (_batch_std(total, self.unbiased).clamp(min=self.floor) + self.eps)
 
     def _normalised(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         return group_advantages(rewards, group_ids, self.std, self.eps, self.unbiased, self.floor)
@@ -154,6 +155,15 @@ def _weighted_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) ->
 
 def _group_mean(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
     return values.new_zeros(len(size)).index_add(0, group, values) / size
+
+
+def _deviation(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """From the group's mean; rounding would leave 1e-16 of it where all rewards are equal, which is not nothing."""
+    empty = rewards.new_empty(len(size))
+    lowest = empty.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    highest = empty.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    deviation = rewards - _group_mean(rewards, group, size)[group]
+    return torch.where((lowest == highest)[group], 0.0, deviation)
 
 
 def _batch_std(values: Tensor, unbiased: bool) -> Tensor:

@@ -24,7 +24,7 @@ class Steps(ABC):
         """The steps of this rollout, sorted, unique, in 0..num_steps-1. The same arguments give the same steps."""
 
     @abstractmethod
-    def problems(self, num_steps: int) -> list[str]:
+    def invalid(self, num_steps: int) -> list[str]:
         """Why `choose` cannot serve a schedule of `num_steps` steps: nothing to train, or a step that is not there."""
 
 
@@ -43,8 +43,8 @@ class All(Steps):
         """See `Steps.choose`; the same for every rollout."""
         return tuple(range(num_steps if self.include_last else num_steps - 1))
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
         return [] if self.choose(0, num_steps) else [f"{self} is empty: a schedule of {num_steps} has no step to train"]
 
 
@@ -78,9 +78,9 @@ class Window(Steps):
             start = int(np.random.default_rng(self.seed + rollout_id).integers(self.low, last_start + 1))
         return tuple(range(start, start + self.size))
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
-        return _range_problems(self, self.low, _end(self.high, num_steps), self.size, num_steps)
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
+        return _range_faults(self, self.low, _end(self.high, num_steps), self.size, num_steps)
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class Progressive(Steps):
         start = starts[turn % len(starts) if self.roll_back else min(turn, len(starts) - 1)]
         return tuple(range(start, min(start + self.size, high)))
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
-        return _range_problems(self, self.low, _end(self.high, num_steps), self.size, num_steps)
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
+        return _range_faults(self, self.low, _end(self.high, num_steps), self.size, num_steps)
 
     def _starts(self, high: int) -> list[int]:
         if self.tail == "truncate":
@@ -154,14 +154,14 @@ class RandomChoice(Steps):
         drawn = np.random.default_rng(rollout_id).choice(self.pool, self.num_steps, replace=False)
         return tuple(sorted(int(step) for step in drawn))
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
-        problems = _set_problems(self, self.pool, num_steps)
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
+        reasons = _set_faults(self, self.pool, num_steps)
         if not 1 <= self.num_steps <= len(self.pool):
-            problems.append(f"{self} must draw between 1 and {len(self.pool)} steps, the size of its pool")
+            reasons.append(f"{self} must draw between 1 and {len(self.pool)} steps, the size of its pool")
         if len(set(self.pool)) < len(self.pool):
-            problems.append(f"{self} names a step of its pool twice")
-        return problems
+            reasons.append(f"{self} names a step of its pool twice")
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ class Fixed(Steps):
         """See `Steps.choose`; the same for every rollout."""
         return self.steps
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
-        return _set_problems(self, self.steps, num_steps)
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
+        return _set_faults(self, self.steps, num_steps)
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Fraction(Steps):
         part = self._part(num_steps)
         return tuple(part[k * len(part) // self.num_steps] for k in range(self.num_steps))
 
-    def problems(self, num_steps: int) -> list[str]:
-        """See `Steps.problems`."""
+    def invalid(self, num_steps: int) -> list[str]:
+        """See `Steps.invalid`."""
         available = len(self._part(num_steps))
         if self.num_steps <= available:
             return []
@@ -219,7 +219,7 @@ def _end(high: int | None, num_steps: int) -> int:
     return num_steps - 1 if high is None else high
 
 
-def _range_problems(steps: Steps, low: int, high: int, size: int, num_steps: int) -> list[str]:
+def _range_faults(steps: Steps, low: int, high: int, size: int, num_steps: int) -> list[str]:
     if high > num_steps:
         return [f"{steps} reaches step {high - 1}, but the last of {num_steps} steps is {num_steps - 1}"]
     if low + size > high:
@@ -227,7 +227,7 @@ def _range_problems(steps: Steps, low: int, high: int, size: int, num_steps: int
     return []
 
 
-def _set_problems(steps: Steps, chosen: Sequence[int], num_steps: int) -> list[str]:
+def _set_faults(steps: Steps, chosen: Sequence[int], num_steps: int) -> list[str]:
     if not chosen:
         return [f"{steps} is empty: there is no step to train"]
     outside = [step for step in chosen if not 0 <= step < num_steps]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from flowrl.models.loading import absent_parts, check_complete, quiet_loading, r
 from flowrl.prompts import Prompt
 from flowrl.types import Conditions, LoadError
 
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 PARTS = (
     "transformer",
     "vae",
@@ -56,14 +58,19 @@ class SD3:
 
     path: str
     revision: str | None = None
-    dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16 | float16
+    dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16
     max_sequence_length: int = 256  # T5 tokens; without a T5 encoder that many zero rows
+    encode_batch_size: int = 16  # prompts encoded at a time
     decode_batch_size: int = 32  # pictures decoded at a time
-    cache_size: int = 4096  # prompts whose embeddings are kept in memory
+    cache_mb: int = 2048  # host memory for the embeddings of prompts seen before
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}.")
+        if self.dtype not in ("float32", "bfloat16"):
+            why = " float16 gradients need loss scaling, which flowrl does not do." if self.dtype == "float16" else ""
+            raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}.{why}")
+        for name, least in (("max_sequence_length", 0), ("encode_batch_size", 1), ("decode_batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
     def load(self, device: torch.device) -> SD3Policy:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
@@ -82,7 +89,9 @@ class SD3:
             raise LoadError(
                 f"model.path={self.path}: not a complete Stable Diffusion 3 folder or Hub id: {reason}"
             ) from error
-        return SD3Policy(self, pipeline.to(device), device)
+        pipeline.transformer.to(device)
+        pipeline.vae.to(device)
+        return SD3Policy(self, pipeline, device)
 
 
 class SD3Policy:
@@ -98,8 +107,9 @@ class SD3Policy:
         self.device = device
         self.module: nn.Module = pipeline.transformer
         self.blocks: Sequence[type[nn.Module]] = (JointTransformerBlock,)
-        self.embeddings = EmbeddingCache(config.cache_size)
-        for part in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+        self.embeddings = EmbeddingCache(config.cache_mb * 2**20)
+        for name in ("vae", *ENCODERS):
+            part = getattr(pipeline, name)
             if part is not None:
                 part.requires_grad_(False).eval()
         # No dropout anywhere: a replay must be the function that the rollout was.
@@ -136,20 +146,33 @@ class SD3Policy:
     def _embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         unknown = [text for text in dict.fromkeys(texts) if text not in self.embeddings]
         if unknown:
+            self._encode_unknown(unknown)
+        rows = [self.embeddings.get(text) for text in texts]
+        self.embeddings.shrink()
+        embeds, pooled = (torch.stack(parts).to(self.device) for parts in zip(*rows, strict=True))
+        return embeds, pooled
+
+    def _encode_unknown(self, texts: Sequence[str]) -> None:
+        """Fill the cache. The encoders visit the device for as long as that takes: T5 alone is larger than SD3."""
+        encoders = [getattr(self.pipeline, name) for name in ENCODERS]
+        for encoder in encoders:
+            if encoder is not None:
+                encoder.to(self.device)
+        for start in range(0, len(texts), self.config.encode_batch_size):
+            part = list(texts[start : start + self.config.encode_batch_size])
             embeds, _, pooled, _ = self.pipeline.encode_prompt(
-                prompt=unknown,
+                prompt=part,
                 prompt_2=None,
                 prompt_3=None,
                 device=self.device,
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_sequence_length,
             )
-            for i, text in enumerate(unknown):
+            for i, text in enumerate(part):
                 self.embeddings.put(text, (embeds[i].cpu(), pooled[i].cpu()))
-        rows = [self.embeddings.get(text) for text in texts]
-        self.embeddings.shrink()
-        embeds, pooled = (torch.stack(parts).to(self.device) for parts in zip(*rows, strict=True))
-        return embeds, pooled
+        for encoder in encoders:
+            if encoder is not None:
+                encoder.to("cpu")
 
     def velocity(self, sample: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v_u + g (v_c - v_u), both halves in one forward, as the pipeline does."""
@@ -191,12 +214,16 @@ class SD3Policy:
             pictures.append((pixels * 255).round().astype(np.uint8))
         return np.concatenate(pictures)
 
+    def save(self, folder: Path) -> None:
+        """`transformer/`, which `SD3Transformer2DModel.from_pretrained` reads."""
+        self.pipeline.transformer.save_pretrained(folder / "transformer")
+
 
 @dataclass
 class EmbeddingCache:
     """Embeddings by text, on the host, the least recently used dropped first."""
 
-    size: int
+    max_bytes: int
     _rows: OrderedDict[str, tuple[Tensor, Tensor]] = field(default_factory=OrderedDict, repr=False)
 
     def __contains__(self, text: str) -> bool:
@@ -212,6 +239,8 @@ class EmbeddingCache:
         self._rows[text] = rows
 
     def shrink(self) -> None:
-        """Drop what exceeds the size."""
-        while len(self._rows) > self.size:
-            self._rows.popitem(last=False)
+        """Drop what exceeds the size; all rows are equally large."""
+        if self._rows:
+            row_bytes = sum(part.nbytes for part in next(iter(self._rows.values())))
+            while len(self._rows) * row_bytes > self.max_bytes:
+                self._rows.popitem(last=False)

@@ -28,17 +28,21 @@ class Component:
         weight: of its advantages (`combine=weighted_sum`, `gdpo`) or of its scores (`raw`); 0 only logs it, and a
             negative one punishes.
         required: if it fails for good the run stops; else the group goes without it, which is counted.
+        perfect: the full score, if there is one: evaluation reports the share of samples that reach it.
     """
 
     scorer: Any
     weight: float = 1.0
     required: bool = True
+    perfect: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.scorer, Scorer):
             raise ValueError(f"scorer must have load() and score(images, prompts), got {self.scorer!r}")
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be a finite number, got {self.weight}")
+        if self.perfect is not None and not math.isfinite(self.perfect):
+            raise ValueError(f"perfect must be a finite number or null, got {self.perfect}")
 
     def problems(self, run: Config) -> list[Problem]:
         """The scorer's own."""

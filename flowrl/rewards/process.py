@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flowrl.types import Scorer
 
+WORKER = "flowrl-reward"  # name of the processes
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
 def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -> None:
-    """Load, say so with None, then answer each request with its scores or a RewardError, until the pipe ends.
+    """Say None on arriving here, None again when loaded, then answer each request, until the pipe ends.
+
+    An answer is the scores or a RewardError.
 
     `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
     prompts: what it imports should not count against the time of the first request.
@@ -30,6 +33,10 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
+    try:
+        connection.send(None)
+    except OSError:  # nobody listens any more
+        return
     from flowrl.rewards import scoring
 
     try:

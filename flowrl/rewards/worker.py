@@ -21,9 +21,12 @@ import numpy as np
 
 from flowrl.prompts import Prompt
 from flowrl.rewards import scoring
-from flowrl.rewards.process import serve
+from flowrl.rewards.process import WORKER, serve
 from flowrl.rewards.scoring import Request, RewardError
 from flowrl.types import Scorer
+
+STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
+MAIN_SCRIPT = 'A worker imports the main script anew: put what that runs under `if __name__ == "__main__":`.'
 
 
 class Worker(Protocol):
@@ -105,7 +108,7 @@ class ProcessWorker:
                 return
             self._connection, theirs = context.Pipe()
             arguments = (theirs, pickle.dumps(Prompt), self._pickled)
-            process = context.Process(target=serve, args=arguments, name="flowrl-reward", daemon=True)
+            process = context.Process(target=serve, args=arguments, name=WORKER, daemon=True)
             process.start()
             self._process = process
             theirs.close()  # the process has its own; ours would hide its death
@@ -116,8 +119,10 @@ class ProcessWorker:
             self.start()
             if self._loaded:
                 return
+            names = ", ".join(self._pickled)
             try:
-                self._ask(None, self._load_timeout_s, ", ".join(self._pickled), "loading")
+                self._ask(None, self._load_timeout_s, names, STARTING)
+                self._ask(None, self._load_timeout_s, names, "loading")
             except RewardError:
                 self._kill()
                 raise
@@ -164,6 +169,8 @@ class ProcessWorker:
             process.join(timeout=1)  # its own exit code, if it is about to have one
             self._kill()
             cause = _epitaph(process.exitcode, expired.is_set(), timeout_s)
+            if subject == STARTING and process.exitcode == 1:
+                cause += f". {MAIN_SCRIPT}"
             raise RewardError(component, subject, cause) from error
         finally:
             timer.cancel()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.flow.dynamics.base import Dynamics
+from flowrl.flow.dynamics.ode import ODE
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,18 @@ def denoise(
         stochastic_steps: step indices in 0..N-1.
         noise: standard normal [B, ...] of a step.
     """
-    batch = len(sample)
+    batch, num_steps = len(sample), len(sigmas) - 1
+    if not set(stochastic_steps) <= set(range(num_steps)):
+        raise ValueError(f"stochastic steps {list(stochastic_steps)} must lie in 0..{num_steps - 1}")
     stored: list[tuple[Tensor, Tensor, Tensor]] = []
-    for i in range(len(sigmas) - 1):
+    for i in range(num_steps):
         v = velocity(sample, sigmas[i].expand(batch))
         if i in stochastic_steps:
             transition = dynamics.transition(sample, v, sigmas, i)
             next_sample = transition.sample(noise(i))
             stored.append((sample, next_sample, dynamics.log_prob(next_sample, transition)))
         else:
-            next_sample = sample + (sigmas[i + 1] - sigmas[i]) * v
+            next_sample = ODE().transition(sample, v, sigmas, i).mean
         sample = next_sample
     if not stored:
         return Denoised.final_only(sample)

@@ -118,6 +118,7 @@ class NativeEngine:
             policy_version=torch.full((len(slots),), self._version),
             sigmas=self.sigmas,
             dynamics=self.sampler.dynamics,
+            solver=self.sampler.solver,
         )
 
     def _finish(self, group: Group, trajectory: Trajectory, conditions: Conditions, row: int) -> SampledGroup:

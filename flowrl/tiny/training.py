@@ -69,7 +69,7 @@ class FlowStage:
 
 
 EASY = FlowStage(
-    name="easy", looks=Looks(plain_share=1.0), num_signs=200_000, steps=2700, learning_rate=1.2e-3, final_rate=4e-4
+    name="easy", looks=Looks(plain_share=1.0), num_signs=200_000, steps=6000, learning_rate=1.2e-3, final_rate=4e-4
 )
 WIDE = FlowStage(
     name="wide", looks=Looks(plain_share=0.25), num_signs=200_000, steps=1650, learning_rate=8e-4, final_rate=4e-5
@@ -85,7 +85,7 @@ class Pretraining:
     vae: VaeStage = field(default_factory=VaeStage)
     easy: FlowStage = EASY
     wide: FlowStage = WIDE
-    easy_weight: float = 0.18
+    easy_weight: float = 0.12
     """Weight of the easy stage's parameters in the saved average; the wide stage's have the rest."""
 
 
@@ -98,7 +98,7 @@ class Signs:
 
 
 def pretrain(settings: Pretraining, output: Path, device: torch.device, workers: int) -> None:
-    """Train every stage that `output/stages` does not hold yet and save the pipeline folder, in half precision."""
+    """Train every stage that `output/stages` does not hold yet and save the pipeline folder."""
     stages = output / "stages"
     stages.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
@@ -126,9 +126,9 @@ def pretrain(settings: Pretraining, output: Path, device: torch.device, workers:
     with torch.no_grad():
         for name, tensor in denoiser.state_dict().items():
             tensor.lerp_(easy[name], settings.easy_weight)
-    pipeline = build_pipeline(denoiser.eval(), vae.eval(), tokenizer)
-    pipeline.to(device="cpu", dtype=torch.float16)
-    pipeline.save_pretrained(output)
+    # The text encoders stay float32 on disk: transformers loads what it finds, diffusers makes everything else float32.
+    denoiser.transformer.half()
+    build_pipeline(denoiser.eval(), vae.half().eval(), tokenizer).save_pretrained(output)
 
 
 @contextmanager

@@ -104,7 +104,8 @@ def sampling(sampled: SampledGroup) -> dict[str, Any]:
     """How the group was sampled, and a fingerprint of it: another one means another sampler."""
     trajectory = sampled.trajectory
     settings = {
-        "dynamics": repr(trajectory.dynamics),
+        "stochastic_steps": trajectory.step_index[0].tolist(),
+        "drawn_by": repr(trajectory.dynamics if trajectory.step_index.shape[1] else trajectory.solver),
         "sigmas": trajectory.sigmas.tolist(),
         "guidance_scale": sampled.conditions.guidance_scale,
         "latent_shape": list(trajectory.final_latents.shape[1:]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flowrl import config
-from flowrl.distributed.lora import add_lora, train_fully, trainable
+from flowrl.distributed.checkpointing import checkpoint_blocks
+from flowrl.distributed.lora import add_lora, save_adapter, train_fully, trainable
 from flowrl.distributed.optimizer import learning_rate, make_optimizer
 from flowrl.distributed.snapshots import Snapshot
 from flowrl.flow.decay import FlowGRPODecay
@@ -46,6 +48,7 @@ class Actor:
         noise: keyed source of training noise and of the order of groups.
         total_updates: optimiser steps of the whole run, for the learning-rate schedule.
         meter: receives `train/*`.
+        average: keep an exponential average of the weights for evaluation (`settings.ema`).
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Actor:
         noise: Noise,
         total_updates: int,
         meter: Meter,
+        *,
+        average: bool = False,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
@@ -68,14 +73,16 @@ class Actor:
         else:
             add_lora(policy.module, settings.lora, policy.lora_targets, seed=noise.generator("lora").initial_seed())
         if settings.gradient_checkpointing:
-            policy.module.enable_gradient_checkpointing()  # type: ignore[operator]
+            checkpoint_blocks(policy.module, policy.blocks)
         self.parameters = trainable(policy.module)
         self.optimizer = make_optimizer(self.parameters.values(), settings.optimizer)
-        self.snapshots = {name: Snapshot(self.parameters) for name in sorted(algorithm.needs.snapshots)}
-        if settings.mode == "lora" and "reference" in self.snapshots:
-            self.snapshots["reference"].zero()  # the base without its adapter, warm-started or not
-        self.ema = Snapshot(self.parameters) if settings.ema.enabled else None
-        self.version = 0  # of the policy: cycles that changed the weights
+        self.snapshots = {name: Snapshot(self.parameters) for name in algorithm.needs.snapshots}
+        for name, decay in algorithm.needs.snapshots.items():
+            if decay is None and settings.mode == "lora":
+                self.snapshots[name].zero()  # the base without its adapter, warm-started or not
+        self.ema = Snapshot(self.parameters) if average else None
+        self.ema_decay = FlowGRPODecay(settings.ema.decay)
+        self.version = 0  # cycles that changed the weights
         self.num_cycles = 0
         self.num_updates = 0
         self.num_skips = 0
@@ -98,21 +105,25 @@ class Actor:
             return
         samples, conditions = self._gather(groups, advantages)
         samples = self.algorithm.select(samples)  # never empty: advantages that vary are not all zero
+        self.meter.count("train/num_samples", len(samples))
         parts = self._split(samples)
-        velocities = self._velocities(conditions, [len(part) for part in parts])
+        sizes = [len(part) for part in parts]
         noise = self.noise.child("train", self.num_cycles)
+        before = self.num_updates
         with torch.no_grad():
-            batch = self.algorithm.freeze(Samples.concat(parts), velocities, noise)
-        for update in _slices(batch, [len(part) for part in parts]):
+            batch = self.algorithm.freeze(Samples.concat(parts), self._velocities(conditions, sizes), noise)
+        for size, update in zip(sizes, _slices(batch, sizes), strict=True):
             with torch.no_grad():
-                update = self.algorithm.couple(update, velocities)
+                update = self.algorithm.couple(update, self._velocities(conditions, [size]))
             approx_kl = self._step(update, self._velocity(conditions))
             if self.algorithm.target_kl is not None and approx_kl > self.algorithm.target_kl:
                 self.meter.count("train/target_kl_stops")
                 break
-        self.version += 1
-        if "old" in self.snapshots:
-            self.snapshots["old"].blend(self.algorithm.old_decay(self.num_updates))
+        if self.num_updates > before:
+            self.version += 1
+            for name, decay in self.algorithm.needs.snapshots.items():
+                if decay is not None:
+                    self.snapshots[name].blend(decay.at(self.num_updates))
         self._report()
 
     def _step(self, update: TrainBatch, velocity: Velocity) -> float:
@@ -149,7 +160,7 @@ class Actor:
         self.optimizer.step()
         self.num_updates += 1
         if self.ema is not None and self.num_updates % self.settings.ema.every == 0:
-            self.ema.blend(FlowGRPODecay(self.settings.ema.decay).at(self.num_updates))
+            self.ema.blend(self.ema_decay.at(self.num_updates))
         self.meter.mean("train/loss", loss)
         self.meter.mean("train/grad_norm", norm)
         self.meter.gauge("train/lr", rate)
@@ -196,9 +207,9 @@ class Actor:
         groups = torch.unique(ids)
         groups = groups[self.noise.permutation(len(groups), "order", self.num_cycles).to(groups.device)]
         parts = groups.tensor_split(min(self.algorithm.num_updates_per_batch, len(groups)))
-        rank_of = {int(group): i for i, group in enumerate(groups.tolist())}
-        order = sorted(range(len(samples)), key=lambda row: rank_of[int(ids[row])])
-        ordered = samples.rows(torch.tensor(order))
+        place = {group: i for i, group in enumerate(groups.tolist())}
+        places = [place[group] for group in ids.tolist()]
+        ordered = samples.rows(torch.tensor(sorted(range(len(samples)), key=places.__getitem__)))
         counts = [int(torch.isin(ids, part).sum()) for part in parts]
         return [ordered.rows(rows) for rows in torch.arange(len(samples)).split(counts)]
 
@@ -225,11 +236,12 @@ class Actor:
                         live(sample[rows], sigma[rows], condition_rows[rows])
                         for rows in self._micro_batches(len(sample), samples_per_update)
                     ]
+                assert sum(map(len, parts)) == len(sample), "rows that are no whole number per sample"
                 return torch.cat(parts)
 
             return velocity
 
-        return Velocities(policy=frozen(None), **{name: frozen(snapshot) for name, snapshot in self.snapshots.items()})
+        return Velocities(frozen(None), {name: frozen(snapshot) for name, snapshot in self.snapshots.items()})
 
     def _micro_batches(self, num_rows: int, samples_per_update: Sequence[int]) -> Iterator[slice]:
         rows_per_sample = num_rows // sum(samples_per_update)
@@ -244,11 +256,20 @@ class Actor:
 
     def behaviour(self) -> AbstractContextManager[None]:
         """Inside, the module has the weights that rollouts sample with."""
-        return self.snapshots["old"].applied() if self.algorithm.needs.behaviour == "old" else nullcontext()
+        name = self.algorithm.needs.behaviour
+        return nullcontext() if name is None else self.snapshots[name].applied()
 
-    def evaluation(self, use_ema: bool) -> AbstractContextManager[None]:
-        """Inside, the module has the weights that are evaluated."""
-        return self.ema.applied() if use_ema and self.ema is not None else nullcontext()
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Inside, the module has the weights that are evaluated, and saved: the average if there is one."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
+    def save(self, folder: Path) -> None:
+        """The evaluated weights: an adapter for `pipe.load_lora_weights`, or the whole module."""
+        with self.evaluation():
+            if self.settings.mode == "lora":
+                save_adapter(self.policy.module, folder)
+            else:
+                self.policy.save(folder)
 
 
 def _slices(batch: TrainBatch, samples_per_update: Sequence[int]) -> Iterator[TrainBatch]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flowrl.config import Evaluation, Sampler
+from flowrl.config import Config, Evaluation
 from flowrl.data.group_sampler import fixed_groups
 from flowrl.data.prompts import load_prompts
 from flowrl.flow.noise import Noise
@@ -18,57 +18,54 @@ from flowrl.types import Policy, ScoredGroup
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The scored groups of every held-out set, by its name."""
+    """The scored groups of every held-out set, by its name, and the full score of the components that have one."""
 
     sets: Mapping[str, list[ScoredGroup]]
+    full_scores: Mapping[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """`eval/<set>/<component>_mean` and `_perfect`, the share of samples with the full score of 1."""
+        """`eval/<set>/<component>_mean`, and `_perfect`: the share of samples with the full score."""
         metrics = {}
         for name, groups in self.sets.items():
             for component, scores in by_component(groups).items():
                 metrics[f"eval/{name}/{component}_mean"] = float(scores.mean())
-                metrics[f"eval/{name}/{component}_perfect"] = float((scores >= 1).mean())
+                if component in self.full_scores:
+                    perfect = scores >= self.full_scores[component]
+                    metrics[f"eval/{name}/{component}_perfect"] = float(perfect.mean())
         return metrics
+
+
+class Evaluator:
+    """The same prompts and the same starting noise every time, so that pictures can be compared one by one."""
+
+    def __init__(self, policy: Policy, run: Config, settings: Evaluation, rewards: RewardPool) -> None:
+        num_steps = run.sampler.num_steps if settings.num_steps is None else settings.num_steps
+        self.engine = NativeEngine(
+            policy,
+            replace(run.sampler, num_steps=num_steps),
+            Noise.of(settings.seed, "evaluation"),
+            run.rollout.batch_size,
+            deterministic=settings.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
+        )
+        self.rewards = rewards
+        components = (settings.rewards or run.reward).components
+        self.full_scores = {name: c.perfect for name, c in components.items() if c.perfect is not None}
+        self.sets = {
+            name: fixed_groups(load_prompts(path, run.data.target), settings.samples_per_prompt)
+            for name, path in settings.sets.items()
+        }
+
+    def run(self, version: int) -> Evaluated:
+        """Draw and score every set with the module's present weights. Rollout 0: no step is drawn anew."""
+        self.engine.publish(version)
+        sets = {
+            name: list(self.rewards.stream(self.engine.generate(groups, rollout_id=0)))
+            for name, groups in self.sets.items()
+        }
+        return Evaluated(sets, self.full_scores)
 
 
 def by_component(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
     """Scores by component, of the groups that have it."""
     names = dict.fromkeys(name for group in groups for name in group.rewards)
     return {name: np.concatenate([g.rewards[name] for g in groups if name in g.rewards]) for name in names}
-
-
-class Evaluator:
-    """The same prompts and the same starting noise every time, so that pictures can be compared one by one."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        sampler: Sampler,
-        settings: Evaluation,
-        target: str,
-        rewards: RewardPool,
-        batch_size: int,
-    ) -> None:
-        num_steps = sampler.num_steps if settings.num_steps is None else settings.num_steps
-        self.engine = NativeEngine(
-            policy,
-            replace(sampler, num_steps=num_steps),
-            Noise.of(settings.seed, "evaluation"),
-            batch_size,
-            deterministic=settings.dynamics == "ode",
-        )
-        self.rewards = rewards
-        self.sets = {
-            name: fixed_groups(load_prompts(path, target), settings.samples_per_prompt)
-            for name, path in settings.sets.items()
-        }
-
-    def run(self) -> Evaluated:
-        """Draw and score every set with the module's present weights. Rollout 0: no step is drawn anew."""
-        return Evaluated(
-            {
-                name: list(self.rewards.stream(self.engine.generate(groups, rollout_id=0)))
-                for name, groups in self.sets.items()
-            }
-        )

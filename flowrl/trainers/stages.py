@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flowrl.buffer.memory import MemoryBuffer
-from flowrl.config import Config, Evaluation
+from flowrl.config import Config, Evaluation, Reward
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.data.prompts import load_prompts
 from flowrl.flow.noise import Noise
@@ -43,14 +44,19 @@ def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterat
     device = choose_device(run)
     if run.launcher.num_threads:
         torch.set_num_threads(run.launcher.num_threads)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
     noise = Noise.of(run.seed)
     meter = Meter()
     with ExitStack() as closing:
-        rewards = RewardPool.from_config(run.reward)
-        closing.callback(rewards.close)
-        rewards.start()  # its processes load their models while this one loads the policy
+        # Reward processes load their models while this one loads the policy.
+        rewards = judges = _started(run.reward, closing)
+        if evaluation.rewards is not None:
+            judges = _started(evaluation.rewards, closing)
         policy = run.model.load(device)
-        actor = Actor(policy, run.algorithm, run.actor, noise, total_steps * run.algorithm.num_updates_per_batch, meter)
+        total_updates = total_steps * run.algorithm.num_updates_per_batch
+        actor = Actor(policy, run.algorithm, run.actor, noise, total_updates, meter, average=evaluation.use_ema)
         engine = NativeEngine(
             policy,
             run.sampler,
@@ -58,11 +64,7 @@ def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterat
             run.rollout.batch_size,
             deterministic=run.algorithm.needs.rollout == "ode",
         )
-        judges = rewards
-        if evaluation.rewards is not None:
-            judges = RewardPool.from_config(replace(run.reward, components=evaluation.rewards))
-            closing.callback(judges.close)
-        evaluator = Evaluator(policy, run.sampler, evaluation, run.data.target, judges, run.rollout.batch_size)
+        evaluator = Evaluator(policy, run, evaluation, judges)
         data = GroupSampler(
             load_prompts(run.data.train, run.data.target),
             run.data.train_batch_size,
@@ -70,7 +72,15 @@ def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterat
             run.data.seed,
         )
         rewards.warm()
+        judges.warm()
         yield Stages(device, policy, data, engine, rewards, run.buffer, actor, evaluator, meter, Timers(device))
+
+
+def _started(reward: Reward, closing: ExitStack) -> RewardPool:
+    pool = RewardPool.from_config(reward)
+    closing.callback(pool.close)
+    pool.start()
+    return pool
 
 
 def choose_device(run: Config) -> torch.device:

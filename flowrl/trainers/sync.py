@@ -40,7 +40,7 @@ class SyncTrainer:
     def fit(self, run: Config) -> None:
         """Train from the first step to the last and leave the report in the run folder."""
         with Journal(run, self.total_steps) as journal, open_stages(run, self.total_steps, self.eval) as stages:
-            journal.evaluated(0, self._evaluate(stages))
+            journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
             journal.log(0, stages)
             for step in range(1, self.total_steps + 1):
                 with stages.timers.phase("step"):
@@ -49,9 +49,9 @@ class SyncTrainer:
                     with stages.timers.phase("update"):
                         stages.actor.update(batch, advantages)
                     stages.engine.publish(stages.actor.version)
-                journal.trained(step, batch, advantages)
+                journal.trained(step, batch, advantages, stages.rewards.totals())
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
-                    journal.evaluated(step, self._evaluate(stages))
+                    journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
                 journal.log(step, stages)
             journal.finish(stages)
 
@@ -65,5 +65,5 @@ class SyncTrainer:
         return stages.buffer.take(len(groups))
 
     def _evaluate(self, stages: Stages) -> Evaluated:
-        with stages.timers.phase("eval"), stages.actor.evaluation(self.eval.use_ema):
-            return stages.evaluator.run()
+        with stages.timers.phase("eval"), stages.actor.evaluation():
+            return stages.evaluator.run(stages.actor.version)

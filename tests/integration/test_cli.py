@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def run(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -58,6 +64,50 @@ def test_configuration_errors_exit_with_2_without_a_traceback(
 def test_unknown_flags_exit_with_2(tmp_path: Path) -> None:
     result = flowrl(tmp_path, "--cfgg", "job")
     assert result.returncode == 2 and "unrecognized arguments: --cfgg" in result.stderr
+
+
+BEFORE_TORCH = """
+import os, sys
+import flowrl
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch comes with", os.environ.get("OMP_WAIT_POLICY"))
+sys.meta_path.insert(0, Watch())
+try:
+    flowrl.train(flowrl.load_config(["data.train_batch_size=7"]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_train_settles_threads_before_torch_comes(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    result = run(tmp_path, "-c", BEFORE_TORCH, environment=environment)
+    assert result.stdout.startswith("torch comes with PASSIVE\ndata.train_batch_size: must be a multiple")
+
+
+UNGUARDED = """
+import sys
+import flowrl
+flowrl.train(flowrl.load_config(sys.argv[1:]))
+"""
+
+
+def test_a_script_that_is_not_guarded_is_told_so(tmp_path: Path, tiny_folder: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    small = ["reward=jpeg_compressibility", "reward.num_workers=1", "debug=tiny", f"model.path={tiny_folder}"]
+    result = run(tmp_path, "script.py", *small, "trainer.eval.sets={}")
+    assert result.returncode == 1
+    assert 'put that under `if __name__ == "__main__":`' in result.stderr
+    assert (
+        result.stderr.rstrip()
+        .splitlines()[-2]
+        .startswith(
+            "flowrl.rewards.scoring.RewardError: reward component 'jpeg_compressibility' failed on starting: the worker "
+            "ended with exit code 1. A worker imports the main script anew: "
+        )
+    )
 
 
 PROBE = """

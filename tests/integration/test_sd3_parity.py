@@ -1,17 +1,21 @@
-"""flowrl's loop with `ODE()` against the family's own pipeline."""
+"""flowrl's deterministic rollout, engine and all, against the family's own pipeline."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from torch import Tensor
 
-from flowrl.flow.dynamics.ode import ODE
+from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.models.sd3 import SD3Policy
 from flowrl.prompts import Prompt
 from flowrl.rollout.denoise import denoise
+from flowrl.types import Conditions, Group
 from tests.support import tiny
 
 PROMPTS = ['A sign that says "FLOW"', 'A sign that says "OK"', "A sign", 'A sign that says "MILKY"']
@@ -30,8 +34,12 @@ def test_ode_rollout_equals_the_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     policy = tiny.load(tiny_folder)
     policy.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    shape = policy.latent_shape(*size)
-    start = torch.randn(len(PROMPTS), *shape, generator=torch.Generator().manual_seed(3))
+    sampler = tiny.sampler(num_steps=7, height=size[0], width=size[1], guidance_scale=guidance_scale)
+    engine = tiny.engine(policy, sampler=sampler, deterministic=True)
+    groups = [Group(i, Prompt(str(i), text, negative=negative), 0, 1) for i, text in enumerate(PROMPTS)]
+    drawn = list(engine.generate(groups, 0))
+
+    start = engine.noise.child("x_T").normal(policy.latent_shape(*size), [(i, 0, 0) for i in range(len(PROMPTS))])
     common = {
         "prompt": PROMPTS,
         "negative_prompt": [negative] * len(PROMPTS),
@@ -43,14 +51,24 @@ def test_ode_rollout_equals_the_pipeline(
     }
     theirs = pipeline(**common, latents=start.clone(), output_type="latent").images
     pixels = pipeline(**common, latents=start.clone(), output_type="np").images
-
-    prompts = [Prompt(str(i), text, negative=negative) for i, text in enumerate(PROMPTS)]
-    conditions = policy.encode(prompts, guidance_scale)
-    sigmas = policy.schedule().sigmas(7)
-    done = denoise(lambda x, s: policy.velocity(x, s, conditions), start, sigmas, ODE(), (), lambda i: start)
     assert theirs.abs().max() > 0.5
+    final = torch.cat([group.trajectory.final_latents for group in drawn])
+    torch.testing.assert_close(final, theirs, atol=1e-5, rtol=0)
+    images = np.concatenate([group.images for group in drawn if group.images is not None])
+    assert np.abs(images / 255 - pixels).max() <= 0.5 / 255 + 1e-5
+
+    # The stochastic loop takes the same steps where it adds no noise.
+    conditions = policy.encode([group.prompt for group in groups], guidance_scale)
+    velocity = partial(policy_velocity, policy, conditions)
+    done = denoise(velocity, start, engine.sigmas, FlowSDE(), (), lambda i: start)
     torch.testing.assert_close(done.final_latents, theirs, atol=1e-5, rtol=0)
-    assert np.abs(policy.decode(done.final_latents) / 255 - pixels).max() <= 0.5 / 255 + 1e-5
+
+
+@torch.no_grad()
+def policy_velocity(
+    policy: SD3Policy, conditions: Conditions, sample: torch.Tensor, sigma: torch.Tensor
+) -> torch.Tensor:
+    return policy.velocity(sample, sigma, conditions)
 
 
 def test_embeddings_do_not_depend_on_company(tiny_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_folder: Path, prompts: Pa
     ):
         assert (run_dir / name).is_file(), name
     trajectory = load_file(next((run_dir / "artifacts" / "rollouts" / "000002").rglob("trajectory.safetensors")))
-    assert trajectory["latents"].shape == (4, 2, 8, 8, 20)
+    assert trajectory["latents"].shape == (4, 3, 8, 8, 20)
 
 
 def test_the_same_seed_gives_the_same_numbers(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
@@ -129,3 +130,64 @@ def test_every_algorithm_trains_both_ways(
     assert 0 <= last["eval/heldout/ocr_mean"] <= 1
     weights = "final/pytorch_lora_weights.safetensors" if actor == "lora" else "final/transformer/config.json"
     assert (run_dir / weights).is_file()
+
+
+def test_an_optional_reward_that_fails_in_evaluation_does_not_end_the_run(
+    tiny_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """It is missing from that group's scores, counted, and the report is made."""
+    run_dir = run(
+        tiny_folder,
+        prompts,
+        tmp_path,
+        "reward=[jpeg_incompressibility,ocr_line]",
+        "reward.components.ocr.required=false",
+        "reward.components.ocr.scorer._target_=tests.support.scorers.FailsOnMilk",
+        "~reward.components.ocr.scorer.substring",
+        "~reward.components.ocr.scorer.min_confidence",
+        "~reward.components.ocr.scorer.normalise",
+        "~reward.components.ocr.scorer.recogniser",
+        "reward.retries=0",
+    )
+    assert (run_dir / "report.html").is_file() and (run_dir / "before_after.png").is_file()
+    assert "eval/heldout/ocr_mean" in records(run_dir)[-1]
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
+def test_evaluation_with_the_training_sampler(tiny_folder: Path, prompts: Path, tmp_path: Path, algorithm: str) -> None:
+    """`dynamics=same`: stochastic for policy gradients, deterministic for forward-process algorithms."""
+    run_dir = run(
+        tiny_folder,
+        prompts,
+        tmp_path,
+        f"algorithm={algorithm}",
+        "reward=jpeg_incompressibility",
+        "trainer.eval.dynamics=same",
+        "+reward@trainer.eval.rewards=jpeg_compressibility",
+        "trainer.eval.use_ema=true",
+    )
+    manifests = [
+        json.loads(path.read_text()) for path in (run_dir / "artifacts" / "evaluations").rglob("manifest.json")
+    ]
+    steps = {str(m["sampling"]["stochastic_steps"]) for m in manifests}
+    assert len(steps) == 1 and (steps == {"[]"}) == (algorithm == "diffusion_nft")
+    assert {m["samples"][0]["policy_version"] for m in manifests} == {0, 2}
+    last = records(run_dir)[-1]
+    assert "eval/heldout/jpeg_compressibility_mean" in last and "reward/jpeg_incompressibility_mean" in last
+    assert not any(name.endswith("_perfect") for name in last)
+
+
+def test_what_is_saved_is_what_was_evaluated(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """With the average evaluated, `final/` holds the average; drawn by plain flowrl it gives the last evaluation."""
+    options = ["reward=jpeg_incompressibility", "actor.optimizer.lr=1e-3", "actor.ema.decay=0.5"]
+    live = run(tiny_folder, prompts, tmp_path / "live", *options)
+    averaged = run(tiny_folder, prompts, tmp_path / "averaged", *options, "trainer.eval.use_ema=true")
+    name = "final/transformer/diffusion_pytorch_model.safetensors"
+    assert (live / name).read_bytes() != (averaged / name).read_bytes()
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    shutil.copytree(averaged / "final" / "transformer", folder / "transformer", dirs_exist_ok=True)
+    again = run(folder, prompts, tmp_path / "again", "reward=jpeg_incompressibility")
+    key = "eval/heldout/jpeg_incompressibility_mean"
+    assert records(again)[0][key] == pytest.approx(records(averaged)[-1][key], abs=1e-6)
+    assert records(again)[0][key] != pytest.approx(records(live)[-1][key], abs=1e-6)

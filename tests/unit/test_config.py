@@ -30,6 +30,7 @@ class Part:
     name: str | None = None
     inner: Any = None
     section: Section = field(default_factory=Section)
+    other: Section | None = None
     function: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +71,16 @@ def test_objects_inside_a_section_keep_the_section_checked() -> None:
     assert found == ["x.section.evry: is not a field of Section. Fields: sets, parts, every."]
 
 
+def test_a_section_may_be_optional() -> None:
+    assert build(node(size=1, other={"every": "7"}), "x", Part).other == Section(every=7)
+    assert build(node(size=1, other=None), "x", Part).other is None
+    assert problems(node(size=1, other={"evry": 1, "every": "no"})) == [
+        "x.other.evry: is not a field of Section. Fields: sets, parts, every.",
+        "x.other.every: Value 'no' of type 'str' could not be converted to Integer.",
+    ]
+    assert problems(node(size=1, other=3))[0].startswith("x.other: ")
+
+
 def test_lists_and_dicts_without_target_stay_what_they_are() -> None:
     assert build({"a": [node(size=1), 2], "b": {"c": None}}, "x") == {"a": [Part(1), 2], "b": {"c": None}}
 
@@ -81,7 +92,7 @@ def test_annotations_that_omegaconf_does_not_know_pass() -> None:
 def test_every_fault_comes_with_its_path() -> None:
     assert problems(node(siz=1, rate="abc", steps=["b"], inner=node(size=0), section={"every": "no"})) == [
         "x.inner: size must be at least 1, got 0.",
-        "x.siz: is not a field of Part. Fields: size, rate, steps, name, inner, section, function.",
+        "x.siz: is not a field of Part. Fields: size, rate, steps, name, inner, section, other, function.",
         "x.size: is required by Part.",
         "x.rate: Value 'abc' of type 'str' could not be converted to Float.",
         "x.steps: Value 'b' of type 'str' could not be converted to Integer.",
@@ -153,7 +164,13 @@ def test_keys_that_slipped_past_the_schema_are_refused() -> None:
     assert {problem.path for problem in found} == {"foo", "data.bar"}
 
 
-def test_assemble_leaves_none_for_what_failed_and_keeps_the_rest() -> None:
+def test_assemble_stands_in_with_the_schemas_default_or_none_and_keeps_the_rest() -> None:
+    cfg = whole()
+    for path in ("data.seed", "data.train", "actor.optimizer.betas"):
+        OmegaConf.update(cfg, path, "???")
+    run, found = assemble(cfg)
+    assert {problem.path for problem in found} == {"data.seed", "data.train", "actor.optimizer.betas"}
+    assert (run.data.seed, run.data.train, run.actor.optimizer.betas) == (0, None, [0.9, 0.999])
     run, found = assemble(whole(model=node(size=0), sampler={"num_steps": 7, "steps": node("Unknown")}))
     assert [problem.path for problem in found] == ["model", "sampler.steps._target_"]
     assert (run.model, run.sampler.steps, run.sampler.num_steps, run.algorithm) == (None, None, 7, Part(1))

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from flowrl import load_config
-from flowrl.config import Config, ConfigError
+from flowrl.config import Config, ConfigError, LoRA, Problem
+from flowrl.distributed.lora import ADAPTER_FILES, add_lora
+from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.flow.schedule import StaticShift
+from flowrl.flow.solvers import Euler
+from flowrl.flow.steps import Window
 from flowrl.preflight import preflight
 
 HERE = __name__
+
+
+def schema_paths(schema: type = Config, path: str = "") -> Iterator[str]:
+    """Every key of the fixed sections."""
+    for name, hint in get_type_hints(schema).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from schema_paths(hint, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,9 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("rollout.batch_size", 0),
         ("reward.timeout_s", 0.0),
         ("reward.num_workers", -1),
+        ("actor.lora.init", "banana"),
+        ("actor.lora.init", "pissa"),
+        ("actor.lora.init", "olora"),
         ("launcher.kind", "slurm"),
         ("device", "gpu"),
         ("data.target", "quote"),
@@ -90,6 +110,9 @@ def test_impossible_values_are_named(base: DictConfig, key: str, value: Any) -> 
     if key == "reward.components":
         base = copy.deepcopy(base)
         base.reward.components = {}
+    if key.startswith("actor.lora"):
+        base = copy.deepcopy(base)
+        base.actor.mode = "lora"
     problems = found(base, **{key: value})
     assert set(problems) == {key}
 
@@ -111,6 +134,23 @@ def test_a_component_of_the_wrong_kind_is_named(base: DictConfig, path: str) -> 
     cfg = copy.deepcopy(base)
     OmegaConf.update(cfg, path, {"_target_": f"{HERE}.NotAComponent"}, merge=False, force_add=True)
     assert "NotAComponent()" in found(cfg)[path]
+    OmegaConf.update(cfg, path, None, merge=False)
+    assert path == "sampler.schedule" or "got None" in found(cfg)[path]
+
+
+def test_what_is_inside_a_component_may_not_be_missing(base: DictConfig) -> None:
+    assert set(found(base, algorithm__advantages=None)) == {"algorithm"}
+    nft = load_config(["algorithm=diffusion_nft", f"runs={base.runs}"])
+    assert "decay" in found(nft, algorithm__decay=None)["algorithm"]
+    assert set(found(base, reward__components__ocr=None)) == {"reward.components.ocr"}
+    assert set(found(base, logger__components__jsonl=None)) == {"logger.components.jsonl"}
+
+
+@pytest.mark.parametrize("path", sorted(set(schema_paths()) - {"recipe"}))
+def test_a_value_that_is_yet_to_be_set_is_said_once(base: DictConfig, path: str) -> None:
+    cfg = copy.deepcopy(base)
+    OmegaConf.update(cfg, path, "???")
+    assert found(cfg)[path] == f"{path}: must be set. Set {path}=..."
 
 
 def test_rewards_and_loggers_of_the_wrong_kind_are_named(base: DictConfig) -> None:
@@ -119,13 +159,23 @@ def test_rewards_and_loggers_of_the_wrong_kind_are_named(base: DictConfig) -> No
         base,
         reward__components__mine=wrong,
         logger__components__mine=wrong,
-        trainer__eval__rewards={"mine": wrong},
+        trainer__eval__rewards={"components": {"mine": wrong}},
     )
     assert set(problems) == {
         "reward.components.mine",
         "logger.components.mine",
-        "trainer.eval.rewards.mine",
+        "trainer.eval.rewards.components.mine",
     }
+
+
+def test_evaluation_may_have_rewards_of_its_own_checked_like_trainings(base: DictConfig) -> None:
+    chosen = ["+reward@trainer.eval.rewards=jpeg_compressibility", "+trainer.eval.rewards.num_workers=1"]
+    rewards = preflight(load_config([*chosen, f"runs={base.runs}"])).trainer.eval.rewards
+    assert set(rewards.components) == {"jpeg_compressibility"} and (rewards.num_workers, rewards.retries) == (1, 2)
+    assert set(found(base, trainer__eval__rewards={})) == {"trainer.eval.rewards.components"}
+    wrong = {**load_config(chosen).trainer.eval.rewards, "num_workers": -1, "retries": -1, "timeout_s": 0.0}
+    names = {f"trainer.eval.rewards.{name}" for name in ("num_workers", "retries", "timeout_s")}
+    assert set(found(base, trainer__eval__rewards=wrong)) == names
 
 
 def test_batches_that_do_not_divide_show_the_equation_and_what_would(base: DictConfig) -> None:
@@ -145,7 +195,7 @@ def test_one_sample_of_a_prompt_has_nothing_to_be_compared_with(base: DictConfig
 
 
 def test_steps_must_exist_and_be_trainable(base: DictConfig) -> None:
-    assert "step 4" in found(base, sampler__num_steps=3)["sampler.steps"]
+    assert "step 4" in found(base, sampler__num_steps=3, sampler__steps__high=5)["sampler.steps"]
     cps = {"_target_": "flowrl.flow.dynamics.cps.CPS"}
     last = {"_target_": "flowrl.flow.steps.All", "include_last": True}
     cfg = copy.deepcopy(base)
@@ -154,13 +204,82 @@ def test_steps_must_exist_and_be_trainable(base: DictConfig) -> None:
     assert "cannot be trained" in found(cfg)["sampler.dynamics"]
 
 
-def test_the_average_must_exist_to_be_evaluated(base: DictConfig) -> None:
-    problems = found(base, actor__ema__enabled=False, trainer__eval__use_ema=True)
-    assert "actor.ema.enabled=true" in problems["trainer.eval.use_ema"]
+def test_evaluation_that_samples_like_training_needs_the_steps_too(base: DictConfig) -> None:
+    same = {"trainer.eval.dynamics": "same", "trainer.eval.num_steps": 2}
+    assert "needs 3 steps" in found(base, **same, sampler__steps__high=None)["trainer.eval.num_steps"]
+    assert found(base, trainer__eval__num_steps=2, sampler__steps__high=None) == {}
+    assert found(base, **(same | {"trainer.eval.num_steps": 8})) == {}
+    cfg = copy.deepcopy(base)
+    OmegaConf.update(cfg, "sampler.dynamics", {"_target_": "flowrl.flow.dynamics.cps.CPS"}, merge=False)
+    assert (
+        "adds no noise"
+        in found(cfg, **(same | {"trainer.eval.num_steps": 3, "sampler.steps.high": 3}))["trainer.eval.num_steps"]
+    )
+
+
+@dataclass(frozen=True)
+class Objects(FlowSDE):
+    """A dynamics that cannot be combined with anything."""
+
+    def problems(self, run: Config) -> list[Problem]:
+        return [Problem("sampler.dynamics", f"dislikes {run.name}.")]
+
+
+@dataclass(frozen=True)
+class ObjectsToo(Window):
+    """Steps that cannot be combined with anything."""
+
+    def problems(self, run: Config) -> list[Problem]:
+        return [Problem("sampler.steps", f"dislike {run.name}.")]
+
+
+@dataclass(frozen=True)
+class ObjectsAsWell(Euler):
+    """A solver that cannot be combined with anything."""
+
+    def problems(self, run: Config) -> list[Problem]:
+        return [Problem("sampler.solver", f"dislikes {run.name}.")]
+
+
+@dataclass(frozen=True)
+class ObjectsLast(StaticShift):
+    """A schedule that cannot be combined with anything."""
+
+    def problems(self, run: Config) -> list[Problem]:
+        return [Problem("sampler.schedule", f"dislikes {run.name}.")]
+
+
+def test_parts_of_the_sampler_object_for_themselves(base: DictConfig) -> None:
+    cfg = copy.deepcopy(base)
+    parts = {"dynamics": Objects, "steps": ObjectsToo, "solver": ObjectsAsWell, "schedule": ObjectsLast}
+    for name, part in parts.items():
+        OmegaConf.update(cfg, f"sampler.{name}", {"_target_": f"{HERE}.{part.__name__}"}, merge=False)
+    assert set(found(cfg)) == {f"sampler.{name}" for name in parts}
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
+def test_lora_begins_at_the_base(base: DictConfig, init: str) -> None:
+    assert found(base, actor__mode="lora", actor__lora__init=init) == {}
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    before = module(x)
+    add_lora(module, LoRA(rank=4, alpha=4.0, init=init), ["0", "1"], seed=0)
+    assert torch.allclose(module(x), before, atol=1e-5)
+
+
+def test_orthogonal_adapters_have_an_even_rank(base: DictConfig) -> None:
+    odd = found(base, actor__mode="lora", actor__lora__init="orthogonal", actor__lora__rank=3)
+    assert set(odd) == {"actor.lora.rank"}
+
+
+@pytest.mark.parametrize("name", ADAPTER_FILES)
+def test_training_may_begin_from_any_adapter_that_can_be_loaded(base: DictConfig, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert found(base, actor__mode="lora", actor__lora__warm_start=str(tmp_path)) == {}
 
 
 def test_lora_settings_count_only_for_lora(base: DictConfig, tmp_path: Path) -> None:
-    wrong = {"actor.lora.targets": [], "actor.lora.warm_start": str(tmp_path)}
+    wrong = {"actor.lora.targets": [], "actor.lora.warm_start": str(tmp_path), "actor.lora.init": "eva"}
     assert set(found(base, actor__mode="lora", **wrong)) == set(wrong)
     assert found(base, actor__mode="full", **wrong) == {}
 

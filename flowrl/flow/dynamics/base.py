@@ -74,7 +74,7 @@ class Dynamics(ABC):
         variance = std.square()
         return -mean_square(next_sample, transition.mean) / (2 * variance) - std.log() - 0.5 * math.log(2 * math.pi)
 
-    def problems(self, steps: Sequence[int], num_steps: int) -> list[str]:
+    def untrainable(self, steps: Sequence[int], num_steps: int) -> list[str]:
         """What keeps `steps` of a schedule of `num_steps` from being trained: that no noise is added there."""
         steps = [step for step in steps if 0 <= step < num_steps]
         point = torch.zeros(len(steps), 1)

@@ -2,74 +2,105 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import clipped_surrogate
+from flowrl.algorithms.base import Transitions
 from flowrl.algorithms.diffusion_nft import DiffusionNFT, NoisedSamples
-from flowrl.algorithms.grpo_guard import regulated_log_ratio
-from flowrl.flow.dynamics.base import Transition
-from flowrl.flow.kl import kl_divergence
+from flowrl.algorithms.flow_grpo import FlowGRPO
+from flowrl.algorithms.grpo_guard import GRPOGuard
+from flowrl.flow.dynamics.base import Dynamics, Transition
 from tests.support.golden import Golden, load, load_json
+
+
+@dataclass(frozen=True)
+class Given(Dynamics):
+    """Dynamics whose mean is the velocity and whose log-probability is given: the golden inputs of a loss."""
+
+    std: Tensor
+    dt: Tensor
+    new_log_prob: Tensor
+
+    def transition(self, sample: Tensor, velocity: Tensor, sigmas: Tensor, step_index: int | Tensor) -> Transition:
+        return Transition(mean=velocity, std=self.std, dt=self.dt)
+
+    def log_prob(self, next_sample: Tensor, transition: Transition) -> Tensor:
+        return self.new_log_prob
+
+
+def transitions(
+    dynamics: Given, advantages: Tensor, old_log_prob: Tensor, old: Tensor, reference: Tensor
+) -> Transitions:
+    rows = torch.arange(len(advantages))
+    return Transitions(
+        condition_rows=rows,
+        group_ids=rows,
+        advantages=advantages,
+        sample=torch.zeros_like(old),
+        next_sample=torch.zeros_like(old),
+        step_index=torch.zeros_like(rows),
+        old_log_prob=old_log_prob,
+        old_mean=old,
+        reference_velocity=reference,
+        sigmas=torch.ones(2),
+        dynamics=dynamics,
+    )
 
 
 @pytest.mark.parametrize(("prefix", "tolerance"), [("f64_", 1e-10), ("", 1e-5)])
 def test_flow_grpo_loss_and_gradients(prefix: str, tolerance: float) -> None:
-    """Clipped surrogate plus flow_grpo's KL, and its gradients, for three steps."""
+    """Clipped surrogate plus flow_grpo's KL, and its gradients, for three steps, through the algorithm itself."""
     golden = load("grpo_loss_kl")
-    clip, beta, bound = (golden.metadata[key] for key in ("clip_range", "kl_beta", "adv_clip_max"))
+    meta = golden.metadata
+    algorithm = FlowGRPO(
+        clip_range=meta["clip_range"], kl_coef=meta["kl_beta"], adv_clip_max=meta["adv_clip_max"], kl="flow_grpo"
+    )
     dtype = torch.float64 if prefix else torch.float32
     for step in range(golden["loss"].numel()):
         log_prob = golden["new_log_probs"][:, step].to(dtype).requires_grad_()
         mean = golden["prev_sample_mean"][:, step].to(dtype).requires_grad_()
-        advantages = golden["advantages"].to(dtype).clamp(-bound, bound)
-        ratio = (log_prob - golden["old_log_probs"][:, step].to(dtype)).exp()
-        policy = clipped_surrogate(ratio, advantages, clip, clip).mean()
         root = golden["sqrt_neg_dt"][step].double().expand(len(mean))
-        std = golden["std_dev_t"][step].double() * root
-        transition = Transition(mean=mean, std=std, dt=-root.square())
-        reference = replace(transition, mean=golden["prev_sample_mean_ref"][:, step].to(dtype))
-        kl = kl_divergence("flow_grpo", transition, reference, mean, mean).mean()
-        loss = policy + beta * kl
-        loss.backward()
-        expected = {
-            "ratio": ratio.detach(),
-            "policy_loss": policy.detach(),
-            "kl_loss": kl.detach(),
-            "loss": loss.detach(),
+        dynamics = Given(golden["std_dev_t"][step].double() * root, -root.square(), log_prob)
+        reference = golden["prev_sample_mean_ref"][:, step].to(dtype)
+        old_log_prob = golden["old_log_probs"][:, step].to(dtype)
+        batch = transitions(dynamics, golden["advantages"].to(dtype), old_log_prob, reference, reference)
+        loss = algorithm.loss(batch, lambda sample, sigma, rows, v=mean: v)
+        loss.terms.mean().backward()
+        found = {
+            "ratio": loss.spreads["ratio"],
+            "kl_loss": loss.means["kl"].mean(),
+            "loss": loss.terms.mean().detach(),
             "grad_log_prob": log_prob.grad,
             "grad_prev_sample_mean": mean.grad,
         }
-        for key, value in expected.items():
-            per_sample = golden[prefix + key].ndim > 1
-            wanted = golden[prefix + key][:, step] if per_sample else golden[prefix + key][step]
-            torch.testing.assert_close(
-                value, wanted.to(value), atol=tolerance, rtol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
-            )
+        for key, value in found.items():
+            stored = golden[prefix + key]
+            wanted = (stored[:, step] if stored.ndim > 1 else stored[step]).to(value)
+            torch.testing.assert_close(value, wanted, atol=tolerance, rtol=tolerance, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.parametrize(("bias", "source"), [("batch", "flow_grpo"), ("sample", "verl_omni")])
 def test_grpo_guard_loss_and_gradients(bias: str, source: str) -> None:
-    """The mean bias per sample (verl-omni) and over the batch (flow_grpo)."""
+    """The mean bias per sample (verl-omni) and over the batch (flow_grpo), through the algorithm itself."""
     golden = load("grpo_guard")
-    clip, bound = golden.metadata["clip_range"], golden.metadata["adv_clip_max"]
+    meta = golden.metadata
+    algorithm = GRPOGuard(clip_range=meta["clip_range"], adv_clip_max=meta["adv_clip_max"], bias=bias)
     log_prob, mean = (golden[key].double().requires_grad_() for key in ("log_prob", "prev_sample_mean"))
-    root = golden["sqrt_neg_dt"].double()
-    std = (golden["std_dev_t"].double() * root).expand(len(log_prob))
-    old_mean = golden["old_prev_sample_mean"].double()
-    change = log_prob - golden["old_log_prob"].double()
-    ratio = regulated_log_ratio(change, mean, old_mean, std, bias).exp()
-    advantages = golden["advantages"].double().clamp(-bound, bound)
-    loss = (clipped_surrogate(ratio, advantages, clip, clip) / root.square()).mean()
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), golden[f"f64_{source}_loss"].reshape(()), atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(log_prob.grad, golden[f"f64_{source}_grad_log_prob"], atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(mean.grad, golden[f"f64_{source}_grad_prev_sample_mean"], atol=1e-10, rtol=1e-10)
+    root = golden["sqrt_neg_dt"].double().expand(len(log_prob))
+    dynamics = Given(golden["std_dev_t"].double() * root, -root.square(), log_prob)
+    old = golden["old_prev_sample_mean"].double()
+    batch = transitions(dynamics, golden["advantages"].double(), golden["old_log_prob"].double(), old, old)
+    loss = algorithm.loss(replace(batch, reference_velocity=None), lambda sample, sigma, rows: mean)
+    loss.terms.mean().backward()
+    close = {"atol": 1e-10, "rtol": 1e-10}
+    torch.testing.assert_close(loss.terms.mean().detach(), golden[f"f64_{source}_loss"].reshape(()), **close)
+    torch.testing.assert_close(log_prob.grad, golden[f"f64_{source}_grad_log_prob"], **close)
+    torch.testing.assert_close(mean.grad, golden[f"f64_{source}_grad_prev_sample_mean"], **close)
     if source == "flow_grpo":
-        torch.testing.assert_close(ratio.detach(), golden["f64_flow_grpo_ratio"], atol=1e-12, rtol=0)
+        torch.testing.assert_close(loss.spreads["ratio"], golden["f64_flow_grpo_ratio"], atol=1e-12, rtol=0)
 
 
 def nft_batch(golden: Golden, dtype: torch.dtype) -> NoisedSamples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     )
     cfg = load_config(["recipe=mine"], folder)
     assert (cfg.name, cfg.actor.optimizer.lr, cfg.sampler.height) == ("mine", 5e-5, 32)
-    assert "mine      Slower." in help_text(folder)
+    assert re.search("^  mine +Slower.$", help_text(folder), re.MULTILINE)
 
 
 def test_a_folder_that_is_not_there_or_hides_a_shipped_option(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from omegaconf import OmegaConf
 
 import flowrl
 from flowrl.cli.train import command
-from flowrl.config import Config, ConfigError, Evaluation
+from flowrl.config import Config, ConfigError, Evaluation, Problem
+from flowrl.rewards.scoring import RewardError
+from flowrl.trainers.actor import DivergedError
 from flowrl.types import LoadError
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A trainer that only leaves a file, or ends another way: while loading, or interrupted early or late."""
+    """A trainer that only leaves a file, or ends another way, before or after its first metrics."""
 
     end: str = "well"
     eval: Evaluation = field(default_factory=Evaluation)
@@ -25,11 +27,21 @@ class Marker:
     def fit(self, run: Config) -> None:
         if self.end == "load error":
             raise LoadError("there is no such model.")
+        if self.end == "config error":
+            raise ConfigError(Problem("sampler.height", "must be a multiple of 16, got 20."))
         if self.end == "early":
             raise KeyboardInterrupt
         (run.run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
         if self.end == "late":
             raise KeyboardInterrupt
+        if self.end == "reward error":
+            error = RewardError("ocr", "prompt 'p1'", "OSError: no disk")
+            error.add_note("Traceback of the worker")
+            raise error
+        if self.end == "diverged":
+            raise DivergedError("5 updates in a row were not finite.")
+        if self.end == "bug":
+            raise ZeroDivisionError("somewhere")
         (run.run_dir / "fitted").write_text(str(run.seed))
 
 
@@ -97,9 +109,9 @@ def test_interruption_exits_with_130_and_is_not_taken_for_an_end(
     base: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command([*base, "trainer.end=late"]) == 130
-    assert capsys.readouterr().err.strip().count("\n") == 0
+    assert capsys.readouterr().err.strip().splitlines() == ["flowrl: interrupted.", BROKEN_OFF]
     assert command([*base, "trainer.end=late"]) == 2
-    assert "broken off" in capsys.readouterr().err
+    assert "broken off; it cannot be resumed. Set name=" in capsys.readouterr().err
 
 
 def test_a_run_that_ended_before_its_first_metrics_does_not_stand_in_the_way(
@@ -107,8 +119,57 @@ def test_a_run_that_ended_before_its_first_metrics_does_not_stand_in_the_way(
 ) -> None:
     assert command([*base, "trainer.end=early"]) == 130
     assert command([*base, "trainer.end=load error"]) == 2
-    assert "model: there is no such model." in capsys.readouterr().err
     assert command(base) == 0
+
+
+BEGUN = "runs/run holds only the run's configuration; the same command starts anew."
+BROKEN_OFF = "runs/run holds what was written; a run cannot be resumed: set name=... or remove the folder."
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "lines"),
+    [
+        ("load error", 2, ["flowrl: there is no such model.", BEGUN]),
+        (
+            "config error",
+            2,
+            [
+                "flowrl: 1 problem in the configuration.",
+                "  sampler.height: must be a multiple of 16, got 20.",
+                BEGUN,
+            ],
+        ),
+        (
+            "reward error",
+            1,
+            [
+                "flowrl: reward component 'ocr' failed on prompt 'p1': OSError: no disk",
+                "Traceback of the worker",
+                BROKEN_OFF,
+            ],
+        ),
+        ("diverged", 1, ["flowrl: 5 updates in a row were not finite.", BROKEN_OFF]),
+    ],
+)
+def test_errors_of_the_run_are_one_sentence_and_what_is_left(
+    base: list[str], capsys: pytest.CaptureFixture[str], end: str, status: int, lines: list[str]
+) -> None:
+    assert command([*base, f"trainer.end={end}"]) == status
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_other_errors_keep_their_traceback(base: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError, match="somewhere"):
+        command([*base, "trainer.end=bug"])
+
+
+def test_a_sweep_looks_into_the_run_folders_before_the_first_begins(
+    base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command([*base, "name='run/seed=1'", "seed=1", "data.seed=5"])
+    assert command([*base, "-m", "seed=0,1"]) == 2
+    assert "run/seed=1: name: runs/run/seed=1 holds a run with other settings" in capsys.readouterr().err
+    assert not Path("runs/run/seed=0").exists()
 
 
 def test_configuration_errors_exit_with_2_and_write_nothing(

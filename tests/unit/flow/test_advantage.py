@@ -86,6 +86,25 @@ def test_the_default_is_flow_grpos():
     np.testing.assert_allclose(group_advantages(REWARDS, GROUPS)[GROUPS == 0].numpy(), expected, rtol=1e-12)
 
 
+COMBINATIONS = [(c, s) for c in ("weighted_sum", "raw") for s in ("group", "batch", "none")] + [("gdpo", "group")]
+
+
+@pytest.mark.parametrize(("combine", "std"), COMBINATIONS)
+@pytest.mark.parametrize("equal", [0.8, 0.1, 1 / 3, 1e-9, 1e9])
+def test_a_group_of_equal_rewards_gets_exactly_nothing(equal, combine, std):
+    rewards = doubles([equal] * 8 + [0.3, 0.9, 0.1, 0.2, 0.7])
+    groups = torch.tensor([7] * 8 + [3] * 5)
+    rewards = {"a": rewards, "b": 0.7 * rewards}
+    advantages = Advantages(combine=combine, std=std)(rewards, {"a": 1.0, "b": 0.3}, groups)
+    assert (advantages[:8] == 0).all() and (advantages[8:] != 0).all()
+
+
+@pytest.mark.parametrize("std", ["batch", "none"])
+def test_gdpo_divides_per_group(std):
+    with pytest.raises(ValueError, match=r"Advantages\.std must be 'group' with combine=gdpo, got"):
+        Advantages(combine="gdpo", std=std)
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "std": st.sampled_from(["group", "batch", "none"]),

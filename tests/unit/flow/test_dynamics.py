@@ -182,12 +182,12 @@ def test_published_cps_is_finite_at_the_last_step():
     assert (log_prob == 0).all() and sample.grad is not None and sample.grad.isfinite().all()
 
 
-def test_problems():
-    assert FlowSDE().problems(range(10), 10) == CPS().problems(range(9), 10) == ODE().problems([], 10) == []
-    assert "adds no noise at steps [9] of 10, so they cannot be trained" in CPS().problems([1, 9], 10)[0]
-    assert "adds no noise at steps [1, 2] of 10" in ODE().problems([1, 2], 10)[0]
-    assert "adds no noise at steps [1] of 10" in FlowSDE(noise_level=0.0).problems([1], 10)[0]
-    assert FlowSDE().problems([10], 10) == []  # not there: what the step strategy says
+def test_untrainable():
+    assert FlowSDE().untrainable(range(10), 10) == CPS().untrainable(range(9), 10) == ODE().untrainable([], 10) == []
+    assert "adds no noise at steps [9] of 10, so they cannot be trained" in CPS().untrainable([1, 9], 10)[0]
+    assert "adds no noise at steps [1, 2] of 10" in ODE().untrainable([1, 2], 10)[0]
+    assert "adds no noise at steps [1] of 10" in FlowSDE(noise_level=0.0).untrainable([1], 10)[0]
+    assert FlowSDE().untrainable([10], 10) == []  # not there: what the step strategy says
 
 
 @pytest.mark.parametrize("step", [-1, 10, torch.tensor([0, 10]), torch.tensor([-1, 0])])

@@ -27,7 +27,7 @@ def test_verl_omni_progressive(name):
     steps = Progressive(size=size, iters_per_group=turn, stride=size, low=low, high=high, tail="clamp", roll_back=False)
     chosen = {rollout: steps.choose(int(rollout), n) for rollout in WINDOWS[name]}
     assert chosen == {rollout: tuple(range(*window)) for rollout, window in WINDOWS[name].items()}
-    assert steps.problems(n) == []
+    assert steps.invalid(n) == []
 
 
 @pytest.mark.parametrize("name", published("unirl_progressive"))
@@ -98,7 +98,7 @@ def test_random_choice_is_numpys():
 )
 def test_fixed_choices(steps, num_steps, expected):
     assert steps.choose(0, num_steps) == steps.choose(7, num_steps) == expected
-    assert steps.problems(num_steps) == []
+    assert steps.invalid(num_steps) == []
 
 
 @pytest.mark.parametrize("draw", ["python", "numpy"])
@@ -138,7 +138,7 @@ STRATEGIES = st.one_of(
 @given(STRATEGIES, st.integers(0, 1000), st.integers(1, 12))
 @settings(max_examples=400, deadline=None)
 def test_without_problems_there_is_always_a_choice(steps, rollout_id, num_steps):
-    if steps.problems(num_steps):
+    if steps.invalid(num_steps):
         return
     random.seed(0)
     chosen = steps.choose(rollout_id, num_steps)
@@ -164,8 +164,8 @@ def test_without_problems_there_is_always_a_choice(steps, rollout_id, num_steps)
     ],
     ids=str,
 )
-def test_problems(steps, num_steps, message):
-    assert any(re.search(message, problem) for problem in steps.problems(num_steps))
+def test_invalid(steps, num_steps, message):
+    assert any(re.search(message, reason) for reason in steps.invalid(num_steps))
 
 
 @pytest.mark.parametrize(

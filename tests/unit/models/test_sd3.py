@@ -100,8 +100,13 @@ def test_encoders_run_once_per_text(tiny_folder: Path) -> None:
     assert len(calls) == 1
 
 
+def test_float16_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="loss scaling"):
+        SD3("anywhere", dtype="float16")
+
+
 def test_cache_drops_the_least_recently_used() -> None:
-    cache = EmbeddingCache(2)
+    cache = EmbeddingCache(max_bytes=16)
     row = (torch.zeros(1), torch.zeros(1))
     for text in "abc":
         cache.put(text, row)

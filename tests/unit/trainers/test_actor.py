@@ -19,15 +19,17 @@ from flowrl.flow.dynamics.cps import CPS
 from flowrl.flow.dynamics.dance_sde import DanceSDE
 from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.flow.noise import Noise
+from flowrl.flow.steps import Window
 from flowrl.tracking.metrics import Meter
 from flowrl.trainers.actor import Actor, DivergedError
-from flowrl.types import Loss, ScoredGroup, TrainBatch, Velocity
+from flowrl.types import Loss, ScoredGroup, TrainBatch, Trajectory, Velocities, Velocity
 from tests.support import tiny
 
 
 def make_actor(folder: Path, algorithm: AlgorithmBase, seed: int = 0, **settings: object) -> Actor:
+    average = bool(settings.pop("average", False))
     options = config.Actor(**({"mode": "full", "micro_batch_size": 6} | settings))  # type: ignore[arg-type]
-    return Actor(tiny.load(folder), algorithm, options, Noise.of(seed), 10, Meter())
+    return Actor(tiny.load(folder), algorithm, options, Noise.of(seed), 10, Meter(), average=average)
 
 
 def rollout(actor: Actor, dynamics: Dynamics | None = None, num_groups: int = 4) -> list[ScoredGroup]:
@@ -196,7 +198,7 @@ def test_nft_samples_with_the_old_policy(tiny_folder: Path) -> None:
     batch = rollout(actor)
     actor.update(batch, advantages(batch))
     live = weights(actor)
-    decay = actor.algorithm.old_decay(1)
+    decay = actor.algorithm.decay.at(1)  # type: ignore[attr-defined]
     with actor.behaviour():
         old = weights(actor)
     assert torch.equal(weights(actor), live) and not torch.equal(live, initial)
@@ -204,17 +206,104 @@ def test_nft_samples_with_the_old_policy(tiny_folder: Path) -> None:
 
 
 def test_ema_follows_the_weights(tiny_folder: Path) -> None:
-    ema = config.EMA(enabled=True, decay=0.9)
-    actor = make_actor(tiny_folder, FlowGRPO(), ema=ema, optimizer=config.Optimizer(lr=1e-2))
+    ema, optimizer = config.EMA(decay=0.9), config.Optimizer(lr=1e-2)
+    actor = make_actor(tiny_folder, FlowGRPO(), ema=ema, optimizer=optimizer, average=True)
     initial = weights(actor)
     batch = rollout(actor)
     actor.update(batch, advantages(batch))
     live = weights(actor)
     decay = (1 + 1) / (10 + 1)
-    with actor.evaluation(use_ema=True):
+    with actor.evaluation():
         averaged = weights(actor)
     torch.testing.assert_close(averaged, decay * initial + (1 - decay) * live, atol=1e-6, rtol=0)
     assert torch.equal(weights(actor), live)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupled(FlowGRPO):
+    """Flow-GRPO that asks for the policy's velocity of a whole update, as algorithms that tie samples together do."""
+
+    seen: tuple[list[tuple[Tensor, Tensor]], ...] = ([],)
+
+    def couple(self, update: TrainBatch, velocities: Velocities) -> TrainBatch:
+        assert isinstance(update, Transitions)
+        v = velocities.policy(update.sample, update.sigmas[update.step_index], update.condition_rows)
+        self.seen[0].append((update.sample, v))
+        return update
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_coupling_gets_a_velocity_for_every_row_of_its_update(tiny_folder: Path, size: int) -> None:
+    algorithm = Coupled(num_updates_per_batch=2, seen=([],))
+    actor = make_actor(tiny_folder, algorithm, micro_batch_size=4)
+    engine = tiny.engine(actor.policy, sampler=tiny.sampler(steps=Window(size=size, low=0, high=4)))  # type: ignore[arg-type]
+    batch = tiny.brightness(list(engine.generate(tiny.groups(4, 3), 0)))
+    actor.update(batch, advantages(batch))
+    assert [sample.shape == v.shape for sample, v in algorithm.seen[0]] == [True, True]
+    assert [len(sample) for sample, _ in algorithm.seen[0]] == [6 * size, 6 * size]
+
+
+def likelihood(actor: Actor, batch: list[ScoredGroup], given: Tensor) -> float:
+    """Sum of A log p of the stored steps under the present weights."""
+    trajectory = Trajectory.concat([group.sampled.trajectory for group in batch])
+    conditions = actor.policy.encode([group.sampled.group.prompt for group in batch for _ in range(3)])
+    total = 0.0
+    for s in range(trajectory.step_index.shape[1]):
+        index = trajectory.step_index[:, s]
+        with torch.no_grad():
+            v = actor.policy.velocity(trajectory.latents[:, s], trajectory.sigmas[index], conditions)
+        transition = trajectory.dynamics.transition(trajectory.latents[:, s], v, trajectory.sigmas, index)
+        total += float((given * trajectory.dynamics.log_prob(trajectory.next_latents[:, s], transition)).sum())
+    return total
+
+
+@pytest.mark.parametrize(
+    "algorithm", [FlowGRPO(clip_range=0.5), GRPOGuard(clip_range=0.5)], ids=lambda a: type(a).__name__
+)
+def test_updates_raise_the_likelihood_of_what_was_better(tiny_folder: Path, algorithm: FlowGRPO) -> None:
+    actor = make_actor(tiny_folder, algorithm, optimizer=config.Optimizer(lr=1e-3))
+    batch = rollout(actor)
+    given = advantages(batch)
+    before = likelihood(actor, batch, given)
+    for _ in range(5):
+        actor.update(batch, given)
+    assert likelihood(actor, batch, given) > before + 1e-4
+
+
+def test_the_penalty_pulls_towards_the_reference(tiny_folder: Path) -> None:
+    """With a large coefficient the weights stay nearer to where they began."""
+    distances = []
+    for coefficient in (0.0, 1e3):
+        algorithm = FlowGRPO(clip_range=0.5, kl_coef=coefficient, kl="v")
+        actor = make_actor(tiny_folder, algorithm, optimizer=config.Optimizer(lr=1e-3))
+        batch = rollout(actor)
+        start = tiny.load(tiny_folder)
+        for _ in range(6):
+            actor.update(batch, advantages(batch))
+        conditions = start.encode([group.sampled.group.prompt for group in batch])
+        sample, sigma = torch.stack([g.sampled.trajectory.latents[0, 0] for g in batch]), torch.full((4,), 0.8)
+        with torch.no_grad():
+            moved = actor.policy.velocity(sample, sigma, conditions) - start.velocity(sample, sigma, conditions)
+        distances.append(float(moved.square().mean()))
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_checkpointing_changes_memory_not_the_update(tiny_folder: Path) -> None:
+    after = []
+    for gradient_checkpointing in (False, True):
+        actor = make_actor(tiny_folder, FlowGRPO(), mode="lora", gradient_checkpointing=gradient_checkpointing)
+        names = list(actor.parameters)
+        batch = rollout(actor)
+        actor.update(batch, advantages(batch))
+        after.append(weights(actor))
+    assert torch.equal(*after) and not any("checkpoint" in name for name in names)
+
+
+def test_skipped_cycles_are_no_new_version(tiny_folder: Path) -> None:
+    actor = make_actor(tiny_folder, Exploding(), max_skipped_updates=9)
+    batch = rollout(actor)
+    actor.update(batch, advantages(batch))
+    assert actor.version == actor.num_updates == 0 and actor.num_skips == 1
 
 
 def test_same_seed_same_weights(tiny_folder: Path) -> None:
