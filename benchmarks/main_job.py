@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import flowrl
+
 SCORE, PERFECT = "eval/heldout/ocr_mean", "eval/heldout/ocr_perfect"
 RESULTS = Path(__file__).parent / "results"
 
@@ -118,12 +120,16 @@ def _proportional_bytes(pid: int) -> int:
 
 def report(recipe: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     """The results with what they were measured on."""
-    packages = ("flowrl", "torch", "diffusers", "transformers", "rapidocr", "onnxruntime")
+    packages = ("torch", "diffusers", "transformers", "rapidocr", "onnxruntime")
     return {
         "recipe": recipe,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU",
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            "flowrl": flowrl.__version__,
+            **{name: version(name) for name in packages},
+        },
         "runs": results,
     }
 

@@ -4,7 +4,8 @@ The command `python -m flowrl recipe=NAME key=value ...` is the same, from Pytho
 
     import flowrl
 
-    run_folder = flowrl.train(flowrl.load_config(["recipe=NAME", "key=value"]))
+    if __name__ == "__main__":  # reward workers import the script anew
+        run_folder = flowrl.train(flowrl.load_config(["recipe=NAME", "key=value"]))
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ class Policy(Protocol):
         ...
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Shape of one sample's latents. Raises ValueError for sizes the family cannot draw."""
+        """Shape of one sample's latents. Raises ConfigError for sizes the family cannot draw."""
         ...
 
     def image_seq_len(self, height: int, width: int) -> int:

@@ -66,10 +66,10 @@ def test_every_option_builds_and_lists_every_knob(group: str, name: str) -> None
 
 def filled(cfg: DictConfig) -> DictConfig:
     """With what only a user can give."""
-    given = {name: DEFAULT[name] for name in ("model", "data")} | {"trainer": DEFAULT.trainer}
     for path in ("model.path", "data.train", "trainer.eval.sets.heldout"):
-        if OmegaConf.is_missing(OmegaConf.select(cfg, path.rpartition(".")[0]), path.rpartition(".")[2]):
-            OmegaConf.update(cfg, path, OmegaConf.select(OmegaConf.create(given), path))
+        section, _, name = path.rpartition(".")
+        if OmegaConf.is_missing(OmegaConf.select(cfg, section), name):
+            OmegaConf.update(cfg, path, OmegaConf.select(DEFAULT, path))
     return cfg
 
 

@@ -10,12 +10,17 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+from flowrl.buffer.memory import Accounting
 from flowrl.cli.compose import choices, load_sweep
 from flowrl.cli.train import command
 from flowrl.config import Config, Evaluation
+from flowrl.tracking.metrics import memory_metrics, reward_metrics
+from tests.support.documented import undocumented
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,3 +81,18 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_metric_is_explained() -> None:
+    rewards = {"ocr": np.array([0.0, 1.0]), "jpeg": np.array([3.0, 4.0])}
+    names = reward_metrics(rewards, rewards["ocr"], np.array([0, 0]), rewards["jpeg"]).keys()
+    assert undocumented(names, component=list(rewards)) == []
+    balance = Accounting(submitted=1, trained=0, evicted={"stale": 1}, in_flight=0).metrics()
+    assert undocumented(balance, reason=["stale"]) == []
+    assert undocumented(memory_metrics(torch.device("cpu"))) == []
+    assert undocumented(["eval/mine/ocr_perfect"], component=["ocr"], set=["mine"]) == []
+
+
+def test_a_metric_that_is_not_explained_is_found() -> None:
+    names = ["train/ratio_max", "train/ratio_median", "reward/ocr_mean", "reward/other_mean", "ratio_max"]
+    assert undocumented(names, component=["ocr"]) == ["ratio_max", "reward/other_mean", "train/ratio_median"]

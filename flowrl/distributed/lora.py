@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flowrl.config import LoRA
+from flowrl.config import ConfigError, LoRA, Problem
 
 ADAPTER = "default"
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # diffusers' and peft's
@@ -26,7 +26,7 @@ def train_fully(module: nn.Module) -> None:
 def add_lora(module: nn.Module, config: LoRA, default_targets: Sequence[str], seed: int) -> None:
     """Freeze `module` and add a float32 adapter to every linear layer whose name ends in one of the targets.
 
-    Raises ValueError for a target that matches no layer, and for a warm start that does not fit exactly.
+    Raises ConfigError for a target that matches no layer, and for a warm start that does not fit exactly.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -50,31 +50,29 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unmatched:
-        raise ValueError(f"actor.lora.targets: no linear layer's name ends in {', '.join(unmatched)}.")
+        message = f"no linear layer's name ends in {', '.join(unmatched)}."
+        raise ConfigError(Problem("actor.lora.targets", message, "Set it to null for the model's own."))
     if not targets:
-        raise ValueError(
-            "actor.lora.targets must name at least one layer, got none. Set it to null for the model's own."
-        )
+        hint = "Set it to null for the model's own."
+        raise ConfigError(Problem("actor.lora.targets", "must name at least one layer, got none.", hint))
 
 
 def load_adapter(module: nn.Module, folder: Path) -> None:
-    """Copy a saved adapter's weights. Raises ValueError unless names, shapes and alpha agree one to one."""
+    """Copy a saved adapter's weights. Raises ConfigError unless names, shapes and alpha agree one to one."""
     path = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
     if path is None:
-        raise ValueError(f"actor.lora.warm_start={folder}: holds none of {', '.join(ADAPTER_FILES)}.")
+        raise ConfigError(Problem("actor.lora.warm_start", f"{folder} holds none of {', '.join(ADAPTER_FILES)}."))
     found = {re.sub(r"^(base_model\.model\.|transformer\.)", "", k): v for k, v in load_file(path).items()}
     expected = adapter_tensors(module)
     wrong = sorted(expected.keys() ^ found.keys())
     wrong += [name for name in expected.keys() & found.keys() if expected[name].shape != found[name].shape]
     if wrong:
-        raise ValueError(
-            f"actor.lora.warm_start={folder}: {len(wrong)} tensors are missing, extra or misshapen: {wrong[0]}."
-        )
+        message = f"{folder}: {len(wrong)} tensors are missing, extra or misshapen, among them {wrong[0]}."
+        raise ConfigError(Problem("actor.lora.warm_start", message, "Do rank and targets agree?"))
     alpha, saved = module.peft_config[ADAPTER].lora_alpha, _saved_alpha(path)  # type: ignore[union-attr, index]
     if saved is not None and saved != alpha:
-        raise ValueError(
-            f"actor.lora.warm_start={folder}: was trained with alpha {saved}. Set actor.lora.alpha={saved}."
-        )
+        message = f"{folder} was trained with alpha {saved}, not {alpha}."
+        raise ConfigError(Problem("actor.lora.warm_start", message, f"Set actor.lora.alpha={saved}."))
     with torch.no_grad():
         for name, parameter in expected.items():
             parameter.copy_(found[name])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowrl.config import ConfigError, Problem
 from flowrl.flow.schedule import Schedule, StaticShift
 from flowrl.models.loading import absent_parts, check_complete, quiet_loading, resolve_path
 from flowrl.prompts import Prompt
@@ -120,13 +121,18 @@ class SD3Policy:
         return StaticShift(shift=float(self.pipeline.scheduler.config.shift), grid="diffusers")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """[C, H / f, W / f]; raises ValueError unless both sizes are multiples of VAE factor times patch size."""
+        """[C, H / f, W / f]; raises ConfigError unless both sizes are multiples of VAE factor times patch."""
         factor = self.pipeline.vae_scale_factor
         multiple = factor * self.pipeline.patch_size
         if frames != 1:
-            raise ValueError(f"sampler.frames must be 1 for SD3, got {frames}.")
-        if height % multiple or width % multiple:
-            raise ValueError(f"sampler.height and sampler.width must be multiples of {multiple}, got {height}x{width}.")
+            raise ConfigError(Problem("sampler.frames", f"must be 1 for SD3, got {frames}."))
+        problems = [
+            Problem(f"sampler.{name}", f"must be a multiple of {multiple} for {self.config.path}, got {size}.")
+            for name, size in (("height", height), ("width", width))
+            if size % multiple
+        ]
+        if problems:
+            raise ConfigError(*problems)
         return (self.pipeline.transformer.config.in_channels, height // factor, width // factor)
 
     def image_seq_len(self, height: int, width: int) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
-from torch import Tensor
 
 from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.models.sd3 import SD3Policy

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 import flowrl
+from tests.support.documented import undocumented
 
 WORDS = ["FLOW", "OPEN", "SALE", "MILK", "TAXI"]
 
@@ -51,6 +52,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_folder: Path, prompts: Pa
     )
     assert [record["step"] for record in records(run_dir)] == [0, 1, 2]
     last = records(run_dir)[-1]
+    assert undocumented(last.keys() - {"step"}, component=["jpeg_compressibility"], set=["heldout"]) == []
     for name in (
         "reward/mean",
         "reward/jpeg_compressibility_std",

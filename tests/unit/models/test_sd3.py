@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.config import ConfigError
 from flowrl.models.sd3 import SD3, EmbeddingCache
 from flowrl.types import LoadError
 from tests.support import tiny
@@ -63,7 +64,7 @@ def test_absent_folder() -> None:
 
 @pytest.mark.parametrize(("height", "width", "frames"), [(30, 80, 1), (32, 84, 1), (32, 80, 5)])
 def test_sizes_that_cannot_be_drawn(tiny_folder: Path, height: int, width: int, frames: int) -> None:
-    with pytest.raises(ValueError, match=r"sampler\.(height|frames)"):
+    with pytest.raises(ConfigError, match=r"sampler\.(height|width|frames)"):
         tiny.load(tiny_folder).latent_shape(height, width, frames)
 
 

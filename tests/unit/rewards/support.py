@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flowrl.flow.dynamics.ode import ODE
+from flowrl.flow.solvers import Euler
 from flowrl.prompts import Prompt
 from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
 
@@ -35,6 +36,7 @@ def sampled_group(ordinal: int = 0, num_samples: int = 2, *, size: int = 8, **or
         policy_version=torch.zeros(num_samples, dtype=torch.int64),
         sigmas=torch.tensor([1.0, 0.0]),
         dynamics=ODE(),
+        solver=Euler(),
     )
     return SampledGroup(group, trajectory, Conditions(), images)
 

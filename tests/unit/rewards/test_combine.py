@@ -13,7 +13,8 @@ from tests.unit.rewards.support import scored_group
 
 WEIGHTS = {"ocr": 1.0, "style": 0.5}
 COMBINERS = [
-    Advantages(combine=combine, std=std) for combine in ("weighted_sum", "raw", "gdpo") for std in ("group", "batch")
+    Advantages(combine="gdpo", std="group"),
+    *(Advantages(combine=combine, std=std) for combine in ("weighted_sum", "raw") for std in ("group", "batch")),
 ]
 
 

@@ -42,7 +42,19 @@ def test_builds_and_lists_every_field_with_its_default(path: Path) -> None:
             known = {field.name: field for field in fields(locate(described.pop("_target_"))) if field.init}
             assert described.keys() == known.keys()
             for key, value in described.items():
-                assert isinstance(value, dict) or value == known[key].default
+                if key != "perfect":  # the component's own
+                    assert isinstance(value, dict) or value == known[key].default
+
+
+def test_only_what_has_a_full_score_names_one() -> None:
+    components = [OmegaConf.load(path).components for path in WHOLE]
+    assert {name: node.perfect for component in components for name, node in component.items()} == {
+        "ocr": 1.0,
+        "jpeg_compressibility": None,
+        "jpeg_incompressibility": None,
+    }
+    with pytest.raises(ConfigError, match="perfect must be a finite number or null"):
+        ocr("components.ocr.perfect=.inf")
 
 
 def ocr(*overrides: str) -> Component:
