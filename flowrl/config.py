@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as REQUIRED
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
@@ -356,6 +357,9 @@ def _checked(target: type, key: str, item: Any, path: str, faults: list[Problem]
         value = schema[key]
     except OmegaConfBaseException as error:
         faults.append(Problem(f"{path}.{key}", f"{str(error).splitlines()[0]}."))
+        return FAILED
+    if isinstance(value, float) and not math.isfinite(value):
+        faults.append(Problem(f"{path}.{key}", f"must be a finite number, got {value}."))
         return FAILED
     return OmegaConf.to_object(value) if isinstance(value, DictConfig | ListConfig) else value
 

@@ -6,6 +6,8 @@ Nothing is written, no model is read, no process is started and CUDA is not init
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +29,8 @@ from flowrl.rewards.combine import Component
 from flowrl.tracking.loggers.base import Logger
 from flowrl.types import Algorithm, PolicyConfig
 
+LONGEST_TIMEOUT = 7 * 24 * 3600.0
+LARGEST = 2**31
 NUM_PROBED_ROLLOUTS = 1000  # step strategies may draw anew for each rollout
 
 
@@ -69,6 +73,11 @@ def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
 
 # ---------------------------------------------------------------------------------------------- single values
 
+_AT_MOST = {
+    "sampler.num_steps": 10_000,
+    "num_steps": 10_000,  # of an evaluation
+    "launcher.num_threads": 8 * (os.cpu_count() or 1),  # far more of them end the process without a word
+}
 _AT_LEAST = {
     "sampler.num_steps": 1,
     "sampler.height": 1,
@@ -129,6 +138,8 @@ def _below(owner: Any, prefix: str, bounds: Mapping[str, int]) -> Iterator[Probl
         value = attrgetter(name)(owner)
         if value is not None and not (math.isfinite(value) and value >= low):
             yield Problem(f"{prefix}{name}", f"must be at least {low}, got {value}.")
+        elif value is not None and value > _AT_MOST.get(name, LARGEST):
+            yield Problem(f"{prefix}{name}", f"must be at most {_AT_MOST.get(name, LARGEST)}, got {value}.")
 
 
 def _choices(run: Config) -> Iterator[Problem]:
@@ -195,7 +206,12 @@ def _expected(path: str, part: Any, kind: type, words: str) -> Iterator[Problem]
 
 def _sampling(run: Config) -> Iterator[Problem]:
     """The stochastic steps exist, and the dynamics has a density there; also in evaluation that samples alike."""
-    if not isinstance(run.algorithm, Algorithm) or run.algorithm.needs.rollout == "ode":
+    if not isinstance(run.algorithm, Algorithm):
+        return
+    if run.algorithm.needs.rollout == "ode":
+        if run.sampler.same_latent:
+            message = "with deterministic rollouts makes all samples of a prompt one and the same picture."
+            yield Problem("sampler.same_latent", message, "Set it to false.")
         return
     found = list(_stochastic(run, run.sampler.num_steps, NUM_PROBED_ROLLOUTS))
     yield from found
@@ -209,7 +225,7 @@ def _sampling(run: Config) -> Iterator[Problem]:
 def _stochastic(run: Config, num_steps: int, num_rollouts: int) -> Iterator[Problem]:
     """What keeps the first rollouts of `num_steps` steps from being drawn."""
     steps, dynamics = run.sampler.steps, run.sampler.dynamics
-    if not isinstance(steps, Steps) or num_steps < 1:
+    if not isinstance(steps, Steps) or not 1 <= num_steps <= _AT_MOST["sampler.num_steps"]:
         return
     reasons = steps.invalid(num_steps)
     yield from (Problem("sampler.steps", f"{reason}.", "See sampler.num_steps.") for reason in reasons)
@@ -267,6 +283,9 @@ def _optimizer(run: Config) -> Iterator[Problem]:
 
 def _lora(run: Config) -> Iterator[Problem]:
     if run.actor.mode != "lora":
+        if run.actor.lora.warm_start is not None:
+            message = "is an adapter, which full training would pass over in silence."
+            yield Problem("actor.lora.warm_start", message, "Set actor=lora, or warm_start to null.")
         return
     if run.actor.lora.targets == []:
         yield Problem(
@@ -307,6 +326,19 @@ def _reward(path: str, reward: Reward, hint: str) -> Iterator[Problem]:
         yield Problem(f"{path}.components", "is empty: there is nothing to score with.", hint)
     yield from _below(reward, f"{path}.", _AT_LEAST_IN_REWARD)
     yield from _not_positive(f"{path}.timeout_s", reward.timeout_s)
+    if reward.timeout_s is not None and reward.timeout_s > LONGEST_TIMEOUT:
+        yield Problem(f"{path}.timeout_s", f"must be at most {LONGEST_TIMEOUT} (a week), got {reward.timeout_s}.")
+    for name in reward.components:
+        yield from _plain_name(f"{path}.components", name)
+    weights = [part.weight for part in reward.components.values() if isinstance(part, Component)]
+    if weights and not any(weights):
+        yield Problem(f"{path}.components", "all have the weight 0: there is nothing to learn from.")
+
+
+def _plain_name(path: str, name: str) -> Iterator[Problem]:
+    """Names of sets and components become folders, metric names and table cells."""
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        yield Problem(path, f"a name must be of letters, digits, '_', '.' and '-', got {name!r}.")
 
 
 def _evaluation(run: Config) -> Iterator[Problem]:
@@ -317,6 +349,7 @@ def _evaluation(run: Config) -> Iterator[Problem]:
     if settings.dynamics not in ("ode", "same"):
         yield Problem("trainer.eval.dynamics", f"must be ode or same, got {settings.dynamics!r}.")
     for name, path in settings.sets.items():
+        yield from _plain_name("trainer.eval.sets", name)
         yield from _prompt_file(f"trainer.eval.sets.{name}", path, run.data.target)
 
 

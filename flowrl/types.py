@@ -371,5 +371,9 @@ class PolicyConfig(Protocol):
         ...
 
 
+class DivergedError(RuntimeError):
+    """Training has come to nothing: numbers that are not finite, or no update at all."""
+
+
 class LoadError(RuntimeError):
     """A model could not be read; the message is one sentence for the user."""

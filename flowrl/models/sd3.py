@@ -131,6 +131,12 @@ class SD3Policy:
             for name, size in (("height", height), ("width", width))
             if size % multiple
         ]
+        largest = multiple * self.pipeline.transformer.config.pos_embed_max_size
+        problems += [
+            Problem(f"sampler.{name}", f"must be at most {largest} for {self.config.path}, got {size}.")
+            for name, size in (("height", height), ("width", width))
+            if size > largest
+        ]
         if problems:
             raise ConfigError(*problems)
         return (self.pipeline.transformer.config.in_channels, height // factor, width // factor)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.config import Sampler
 from flowrl.flow.noise import Noise
 from flowrl.rollout.denoise import Denoised, denoise
-from flowrl.types import Conditions, Group, Policy, SampledGroup, Trajectory
+from flowrl.types import Conditions, DivergedError, Group, Policy, SampledGroup, Trajectory
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class NativeEngine:
         return self.noise.child(purpose).normal(self.shape, keys).to(self.policy.device)
 
     def _record(self, slots: Sequence[Slot], done: Denoised) -> Trajectory:
+        if not bool(done.final_latents.isfinite().all()):
+            raise DivergedError(
+                f"the model draws latents that are not finite (weights of version {self._version}). Lower "
+                "actor.optimizer.lr, sampler.guidance_scale or the noise of sampler.dynamics."
+            )
         return Trajectory(
             latents=done.latents,
             next_latents=done.next_latents,

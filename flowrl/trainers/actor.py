@@ -20,6 +20,7 @@ from flowrl.tracking.metrics import Meter
 from flowrl.types import (
     Algorithm,
     Conditions,
+    DivergedError,
     Policy,
     Samples,
     ScoredGroup,
@@ -29,13 +30,8 @@ from flowrl.types import (
     Velocity,
 )
 
-MIN_ADVANTAGE_VARIANCE = (
-    1e-6  # below it all rewards are equal: there is nothing to learn, and weight decay must not act
-)
-
-
-class DivergedError(RuntimeError):
-    """Too many non-finite updates in a row."""
+# Below it all rewards are equal: there is nothing to learn, and weight decay must not act.
+MIN_ADVANTAGE_VARIANCE = 1e-6
 
 
 class Actor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl.config import Config
 from flowrl.tracking.artifacts import ArtifactStore
+from flowrl.tracking.files import atomic_folder
 from flowrl.tracking.loggers.base import RunInfo
 from flowrl.tracking.metrics import memory_metrics, reward_metrics
 from flowrl.tracking.pictures import before_after_sheet
@@ -130,7 +131,8 @@ class Journal:
 
     def finish(self, stages: Stages) -> None:
         """Weights, summary and the before/after sheet. The report follows when the journal closes."""
-        stages.actor.save(self.run_dir / "final")
+        with atomic_folder(self.run_dir / "final") as folder:
+            stages.actor.save(folder)
         if self.first is None or self.last is None:
             return
         both = self.first.metrics.keys() & self.last.metrics.keys()  # an optional component may have failed in one

@@ -42,14 +42,10 @@ class Stages:
 def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterator[Stages]:
     """Load and warm everything before step 1; close worker processes at the end, whatever happened."""
     device = choose_device(run)
-    if run.launcher.num_threads:
-        torch.set_num_threads(run.launcher.num_threads)
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.use_deterministic_algorithms(True)
     noise = Noise.of(run.seed)
     meter = Meter()
     with ExitStack() as closing:
+        closing.enter_context(torch_settings(run))
         # Reward processes load their models while this one loads the policy.
         rewards = judges = _started(run.reward, closing)
         if evaluation.rewards is not None:
@@ -74,6 +70,22 @@ def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterat
         rewards.warm()
         judges.warm()
         yield Stages(device, policy, data, engine, rewards, run.buffer, actor, evaluator, meter, Timers(device))
+
+
+@contextmanager
+def torch_settings(run: Config) -> Iterator[None]:
+    """`launcher.num_threads` and `deterministic` for the length of a run; the next one in this process has its own."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if run.launcher.num_threads:
+        torch.set_num_threads(run.launcher.num_threads)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def _started(reward: Reward, closing: ExitStack) -> RewardPool:

@@ -9,7 +9,7 @@ from flowrl.rewards.combine import batch_advantages
 from flowrl.trainers.evaluator import Evaluated
 from flowrl.trainers.journal import Journal
 from flowrl.trainers.stages import Stages, open_stages
-from flowrl.types import ScoredGroup
+from flowrl.types import DivergedError, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,11 @@ class SyncTrainer:
                     journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
                 journal.log(step, stages)
             journal.finish(stages)
+            if stages.actor.num_updates == 0:
+                raise DivergedError(
+                    f"no update was made in {self.total_steps} steps: in every batch all advantages were equal. Do the "
+                    "rewards differ between the samples of a prompt? See reward/zero_std_ratio and reward/degenerate."
+                )
 
     def _collect(self, stages: Stages, step: int) -> list[ScoredGroup]:
         """A complete batch of scored groups; scoring overlaps generation."""

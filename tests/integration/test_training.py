@@ -10,8 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 import flowrl
+from flowrl.types import DivergedError
 from tests.support.documented import undocumented
 
+OCR_FIELDS = ("substring", "min_confidence", "normalise", "recogniser")
 WORDS = ["FLOW", "OPEN", "SALE", "MILK", "TAXI"]
 
 
@@ -145,10 +147,7 @@ def test_an_optional_reward_that_fails_in_evaluation_does_not_end_the_run(
         "reward=[jpeg_incompressibility,ocr_line]",
         "reward.components.ocr.required=false",
         "reward.components.ocr.scorer._target_=tests.support.scorers.FailsOnMilk",
-        "~reward.components.ocr.scorer.substring",
-        "~reward.components.ocr.scorer.min_confidence",
-        "~reward.components.ocr.scorer.normalise",
-        "~reward.components.ocr.scorer.recogniser",
+        *(f"~reward.components.ocr.scorer.{key}" for key in OCR_FIELDS),
         "reward.retries=0",
     )
     assert (run_dir / "report.html").is_file() and (run_dir / "before_after.png").is_file()
@@ -182,7 +181,7 @@ def test_evaluation_with_the_training_sampler(tiny_folder: Path, prompts: Path, 
 def test_what_is_saved_is_what_was_evaluated(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     """With the average evaluated, `final/` holds the average; drawn by plain flowrl it gives the last evaluation."""
     options = ["reward=jpeg_incompressibility", "actor.optimizer.lr=1e-3", "actor.ema.decay=0.5"]
-    live = run(tiny_folder, prompts, tmp_path / "live", *options)
+    live = run(tiny_folder, prompts, tmp_path / "live", *options, "trainer.eval.use_ema=false")
     averaged = run(tiny_folder, prompts, tmp_path / "averaged", *options, "trainer.eval.use_ema=true")
     name = "final/transformer/diffusion_pytorch_model.safetensors"
     assert (live / name).read_bytes() != (averaged / name).read_bytes()
@@ -193,3 +192,17 @@ def test_what_is_saved_is_what_was_evaluated(tiny_folder: Path, prompts: Path, t
     key = "eval/heldout/jpeg_incompressibility_mean"
     assert records(again)[0][key] == pytest.approx(records(averaged)[-1][key], abs=1e-6)
     assert records(again)[0][key] != pytest.approx(records(live)[-1][key], abs=1e-6)
+
+
+def test_a_run_that_never_updates_says_so(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """From rewards that are all 0 nothing can be learnt, and the end must not look like success."""
+    with pytest.raises(DivergedError, match="no update was made"):
+        run(
+            tiny_folder,
+            prompts,
+            tmp_path,
+            "reward=ocr_line",
+            "reward.components.ocr.scorer._target_=tests.support.scorers.Indifferent",
+            *(f"~reward.components.ocr.scorer.{key}" for key in OCR_FIELDS),
+        )
+    assert next(tmp_path.rglob("report.html")).is_file()

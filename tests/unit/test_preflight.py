@@ -281,7 +281,7 @@ def test_training_may_begin_from_any_adapter_that_can_be_loaded(base: DictConfig
 def test_lora_settings_count_only_for_lora(base: DictConfig, tmp_path: Path) -> None:
     wrong = {"actor.lora.targets": [], "actor.lora.warm_start": str(tmp_path), "actor.lora.init": "eva"}
     assert set(found(base, actor__mode="lora", **wrong)) == set(wrong)
-    assert found(base, actor__mode="full", **wrong) == {}
+    assert found(base, actor__mode="full", **{"actor.lora.targets": []}) == {}
 
 
 def test_components_object_for_themselves(base: DictConfig, tmp_path: Path) -> None:
@@ -321,3 +321,37 @@ def test_everything_comes_together(base: DictConfig) -> None:
         "data.train",
         "trainer.eval.every",
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("algorithm.kl_coef", {"algorithm.kl_coef": float("nan")}),
+        ("algorithm.adv_clip_max", {"algorithm.adv_clip_max": float("inf")}),
+        ("launcher.num_threads", {"launcher.num_threads": 100_000}),
+        ("sampler.num_steps", {"sampler.num_steps": 2**70}),
+        ("trainer.eval.num_steps", {"trainer.eval.num_steps": 2**70}),
+        ("data.train_batch_size", {"data.train_batch_size": 2**70}),
+        ("reward.timeout_s", {"reward.timeout_s": 1e12}),
+        ("reward.components", {"reward.components.ocr.weight": 0.0}),
+        ("actor.lora.warm_start", {"actor.mode": "full", "actor.lora.warm_start": "anywhere"}),
+    ],
+)
+def test_what_would_go_wrong_in_silence_or_crash(base: DictConfig, path: str, changes: dict[str, Any]) -> None:
+    cfg = copy.deepcopy(base)
+    for name, value in changes.items():
+        OmegaConf.update(cfg, name, value)
+    assert path in found(cfg)
+
+
+@pytest.mark.parametrize("name", ["/etc/precious", "../../out", "", ".hidden", "[/b]", "a/b"])
+def test_names_that_would_become_paths_or_markup(base: DictConfig, name: str) -> None:
+    cfg = copy.deepcopy(base)
+    cfg.trainer.eval.sets = {name: cfg.data.train}
+    assert "trainer.eval.sets" in found(cfg)
+
+
+def test_one_start_for_all_samples_needs_noise_on_the_way(base: DictConfig) -> None:
+    cfg = load_config(["algorithm=diffusion_nft", "sampler.same_latent=true"])
+    with pytest.raises(ConfigError, match=r"sampler\.same_latent"):
+        preflight(cfg)

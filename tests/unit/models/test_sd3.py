@@ -62,7 +62,7 @@ def test_absent_folder() -> None:
         SD3("/nowhere/at-all").load(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("height", "width", "frames"), [(30, 80, 1), (32, 84, 1), (32, 80, 5)])
+@pytest.mark.parametrize(("height", "width", "frames"), [(30, 80, 1), (32, 84, 1), (32, 80, 5), (2048, 80, 1)])
 def test_sizes_that_cannot_be_drawn(tiny_folder: Path, height: int, width: int, frames: int) -> None:
     with pytest.raises(ConfigError, match=r"sampler\.(height|width|frames)"):
         tiny.load(tiny_folder).latent_shape(height, width, frames)

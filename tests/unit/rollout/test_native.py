@@ -11,7 +11,7 @@ import torch
 from flowrl.flow.dynamics.cps import CPS
 from flowrl.flow.dynamics.dance_sde import DanceSDE
 from flowrl.flow.dynamics.flow_sde import FlowSDE
-from flowrl.types import Trajectory
+from flowrl.types import DivergedError, Trajectory
 from tests.support import tiny
 
 
@@ -102,3 +102,13 @@ def test_deterministic_rollout_stores_only_the_end(tiny_folder: Path) -> None:
 def test_latents_only(tiny_folder: Path) -> None:
     engine = tiny.engine(tiny.load(tiny_folder), decode=False)
     assert all(group.images is None for group in engine.generate(tiny.groups(2, 2), 0))
+
+
+def test_a_model_that_draws_nan_is_an_error(tiny_folder: Path) -> None:
+    """uint8 pictures would hide it, and rewards would all be equal."""
+    policy = tiny.load(tiny_folder)
+    with torch.no_grad():
+        policy.module.proj_out.bias.fill_(float("nan"))
+    for deterministic in (False, True):
+        with pytest.raises(DivergedError, match="not finite"):
+            list(tiny.engine(policy, deterministic=deterministic).generate(tiny.groups(1, 2), 0))

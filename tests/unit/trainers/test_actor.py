@@ -21,8 +21,8 @@ from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.flow.noise import Noise
 from flowrl.flow.steps import Window
 from flowrl.tracking.metrics import Meter
-from flowrl.trainers.actor import Actor, DivergedError
-from flowrl.types import Loss, ScoredGroup, TrainBatch, Trajectory, Velocities, Velocity
+from flowrl.trainers.actor import Actor
+from flowrl.types import DivergedError, Loss, ScoredGroup, TrainBatch, Trajectory, Velocities, Velocity
 from tests.support import tiny
 
 
