@@ -85,7 +85,7 @@ class Pretraining:
     vae: VaeStage = field(default_factory=VaeStage)
     easy: FlowStage = EASY
     wide: FlowStage = WIDE
-    easy_weight: float = 0.12
+    easy_weight: float = 0.18
     """Weight of the easy stage's parameters in the saved average; the wide stage's have the rest."""
 
 
