@@ -60,7 +60,7 @@ setup(
         "rapidocr>=3.10,<4",
         "onnxruntime>=1.20",
         "python-Levenshtein>=0.27",
-        "rich>=13",
+        "rich>=13.8",
         "tensorboard>=2.18",
         "wandb>=0.25",
     ],

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import flowrl
 from flowrl.config import Config, ConfigError, Problem
@@ -28,25 +33,61 @@ def is_finished(run: Config, cfg: DictConfig) -> bool:
     """Does the run folder hold this very run, finished? A run that ended before its first metrics does not count.
 
     Raises:
-        ConfigError: it holds another run, or one that was broken off.
+        ConfigError: it holds another run, one that was broken off, or one that is being written.
     """
-    file = run.run_dir / "run.json"
-    if not file.exists() or not _has_metrics(run):
+    if not (run.run_dir / "run.json").exists() or not _has_metrics(run):
         return False
     hint = f"Set name=... to start another, or remove {run.run_dir}."
-    changes = _changes(OmegaConf.load(run.run_dir / "config.yaml"), _resolved(cfg))
+    past = _past(run)
+    if past.finished is None:
+        with exclusive(run):  # which fails if that run still goes on
+            pass
+    changes = _changes(past.config, _resolved(cfg))
     if changes:
         raise ConfigError(
             Problem("name", f"{run.run_dir} holds a run with other settings ({'; '.join(changes)}).", hint)
         )
-    past = json.loads(file.read_text())
-    if past["data"] != _data(run):
+    if past.data != _data(run):
         raise ConfigError(Problem("name", f"{run.run_dir} holds a run with other prompts in the same files.", hint))
-    if past["finished"] is None:
+    if past.finished is None:
         raise ConfigError(
             Problem("name", f"{run.run_dir} holds a run that was broken off; it cannot be resumed.", hint)
         )
     return True
+
+
+class _Past(NamedTuple):
+    config: DictConfig | ListConfig
+    data: dict[str, str]
+    finished: str | None
+
+
+def _past(run: Config) -> _Past:
+    """What an earlier run wrote about itself. Raises ConfigError if that cannot be read."""
+    try:
+        config = OmegaConf.load(run.run_dir / "config.yaml")
+        record = json.loads((run.run_dir / "run.json").read_text())
+        return _Past(config, record["data"], record["finished"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, OmegaConfBaseException) as error:
+        message = f"{run.run_dir} holds no readable run."
+        raise ConfigError(Problem("name", message, "Remove the folder, or choose another name.")) from error
+
+
+@contextmanager
+def exclusive(run: Config) -> Iterator[None]:
+    """Make the run folder and keep other processes from writing into it. The lock ends with the process at the latest.
+
+    Raises:
+        ConfigError: another process writes there.
+    """
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    with (run.run_dir / ".lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"{run.run_dir} is being written by another process."
+            raise ConfigError(Problem("name", message, "Set name=... to start another run.")) from error
+        yield
 
 
 def remains(run: Config) -> str:
@@ -62,8 +103,7 @@ def _has_metrics(run: Config) -> bool:
 
 
 def begin(run: Config, cfg: DictConfig) -> None:
-    """Make the run folder and write what the run is: the resolved configuration, versions, commit, command, data."""
-    run.run_dir.mkdir(parents=True, exist_ok=True)
+    """Write what the run is: the resolved configuration, versions, commit, command, data."""
     write_atomic(run.run_dir / "config.yaml", OmegaConf.to_yaml(_resolved(cfg)).encode())
     _write(
         run,

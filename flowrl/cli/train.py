@@ -6,11 +6,15 @@ Errors that are a user's to mend become one sentence here and nowhere else; any 
 from __future__ import annotations
 
 import argparse
+import errno
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,6 +32,10 @@ class Failure(Exception):
         self.status = status
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
 def train(cfg: DictConfig) -> Path:
     """Check `cfg`, train to the end and return the run folder. A run that is already finished is left as it is.
 
@@ -36,7 +44,7 @@ def train(cfg: DictConfig) -> Path:
     Raises:
         ConfigError: with everything that is wrong, before anything is written; or later, if only the loaded model can
             tell. The latter, and every other error of the run, has a note about what the run folder holds.
-        LoadError, RewardError, DivergedError: the model or a reward failed, or the weights are no longer finite.
+        LoadError, RewardError, DivergedError: the model or a reward failed, or training has come to nothing.
     """
     if multiprocessing.current_process().name == WORKER:
         raise RuntimeError(
@@ -45,18 +53,21 @@ def train(cfg: DictConfig) -> Path:
     _settle_threads()
     from flowrl.cli import record
     from flowrl.preflight import preflight
+    from flowrl.tracking.console import Terminal
 
     run = preflight(cfg)
     if record.is_finished(run, cfg):
-        print(f"{run.run_dir} holds this run, finished. Start another with name=..., or remove the folder.")
+        notice = f"{run.run_dir} holds this run, finished. Start another with name=..., or remove the folder."
+        Terminal().out(notice, highlight=False)
         return run.run_dir
-    record.begin(run, cfg)
-    try:
-        run.trainer.fit(run)
-    except BaseException as error:
-        error.add_note(record.remains(run))
-        raise
-    record.finish(run)
+    with record.exclusive(run):
+        record.begin(run, cfg)
+        try:
+            run.trainer.fit(run)
+        except BaseException as error:
+            error.add_note(record.remains(run))
+            raise
+        record.finish(run)
     return run.run_dir
 
 
@@ -69,8 +80,13 @@ def _settle_threads() -> None:
 
 
 def main() -> None:
-    """The console script. Exits with 0; 1: the run failed; 2: its configuration is at fault; 130: interrupted."""
+    """The console script. Exits with 0; 1: a run failed; 2: its configuration is at fault; 130, 143: it was stopped."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(command(sys.argv[1:]))
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -92,6 +108,9 @@ def command(arguments: Sequence[str]) -> int:
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.status
+    except Terminated as end:
+        print(_with_notes("flowrl: terminated.", end), file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt as interrupt:
         print("\n" + _with_notes("flowrl: interrupted.", interrupt), file=sys.stderr)
         return 130
@@ -99,41 +118,87 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _sweep(points: list[DictConfig]) -> None:
-    """One run after the other in this process, once every one of them has passed its checks."""
+    """One run after the other in this process, once every one of them has passed its checks.
+
+    A run that fails in a way that we know of does not end the sweep; Failure tells at its end which did.
+    """
+    from flowrl.tracking.console import Terminal
+
+    _check_points(points)
+    failed = []
+    for number, cfg in enumerate(points, start=1):
+        Terminal().out(f"[{number}/{len(points)}] {cfg.name}", highlight=False)
+        try:
+            _run(cfg)
+        except ConfigError as error:
+            print(_complaint(error), file=sys.stderr)
+        except Failure as failure:
+            print(failure, file=sys.stderr)
+        else:
+            continue
+        failed.append(str(cfg.name))
+    if failed:
+        raise Failure("\n  ".join([f"flowrl: {len(failed)} of {len(points)} runs failed:", *failed]), 1)
+
+
+def _check_points(points: list[DictConfig]) -> None:
+    """Raise ConfigError with the problems of all points."""
     from flowrl.cli import record
     from flowrl.preflight import preflight
 
     problems: list[Problem] = []
+    folders: dict[Path, DictConfig] = {}
     for cfg in points:
         try:
-            record.is_finished(preflight(cfg), cfg)
+            run = preflight(cfg)
+            with _folder_errors(cfg):
+                record.is_finished(run, cfg)
         except ConfigError as error:
             problems.extend(Problem(f"{cfg.name}: {p.path}", p.message, p.hint) for p in error.problems)
+        else:
+            if folders.setdefault(run.run_dir, cfg) != cfg:
+                hint = "Leave name out: the swept values make one for each."
+                problems.append(Problem("name", f"several runs of the sweep would share {run.run_dir}.", hint))
     if problems:
-        raise ConfigError(*problems)
-    for number, cfg in enumerate(points, start=1):
-        print(f"[{number}/{len(points)}] {cfg.name}")
-        _run(cfg)
+        raise ConfigError(*dict.fromkeys(problems))
 
 
 def _run(cfg: DictConfig) -> None:
     """Train, and say what it came to and where it lies. Raises Failure if the model cannot be read or the run fails."""
-    from rich.console import Console
-
     from flowrl.rewards.scoring import RewardError
-    from flowrl.tracking.console import print_summary
+    from flowrl.tracking.console import Terminal, print_summary
     from flowrl.tracking.summary import FILENAME, Summary
-    from flowrl.trainers.actor import DivergedError
-    from flowrl.types import LoadError
+    from flowrl.types import DivergedError, LoadError
 
     try:
-        folder = train(cfg)
+        with _folder_errors(cfg):
+            folder = train(cfg)
     except LoadError as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 2) from error
     except (RewardError, DivergedError) as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 1) from error
     if (folder / FILENAME).exists():
-        print_summary(Console(), Summary.read(folder), folder)
+        print_summary(Terminal(), Summary.read(folder), folder)
+
+
+@contextmanager
+def _folder_errors(cfg: DictConfig) -> Iterator[None]:
+    """Raise Failure for a run folder that cannot be used: the disk is full or read-only, a file has its name."""
+    try:
+        yield
+    except OSError as error:
+        folder = Path(cfg.runs, cfg.name)
+        if not _is_about(folder.absolute(), error):
+            raise
+        message = f"flowrl: the run folder {folder} cannot be used: {error.strerror}."
+        raise Failure(_with_notes(message, error), 1) from error
+
+
+def _is_about(folder: Path, error: OSError) -> bool:
+    if not isinstance(error.filename, str):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # of writing into an open file: no name is known
+    path = Path(error.filename).absolute()
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _complaint(error: ConfigError) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -85,6 +86,8 @@ def load_prompts(path: str, target: str = "none") -> list[Prompt]:
             _check_id(row, number, explicit_ids)
         except _LineFault as fault:
             faults.extend(Fault(message, number) for message in fault.messages)
+        except RecursionError:
+            faults.append(Fault("is nested too deeply", number))
     if not prompts and not faults:
         faults.append(Fault("holds no prompt"))
     if faults:
@@ -113,7 +116,8 @@ def _locate(path: str) -> Traversable:
     if not path.startswith(PACKAGE_SCHEME):
         return Path(path).expanduser()
     package, _, rest = path.removeprefix(PACKAGE_SCHEME).partition("/")
-    if not package.isidentifier() or importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.submodule_search_locations is None:  # the latter: a module of one file
         raise PromptFileError(path, [Fault(f"there is no package {package!r}")])
     return resources.files(package).joinpath(rest)
 
@@ -139,6 +143,8 @@ def _json_row(line: str) -> dict[str, Any]:
         row = json.loads(line, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise _LineFault(f"is not JSON: {error.msg} in column {error.colno}") from error
+    except ValueError as error:  # Python refuses to read it
+        raise _LineFault(f"holds an integer of more than {sys.get_int_max_str_digits()} digits") from error
     if not isinstance(row, dict):
         raise _LineFault(f'must be a JSON object such as {{"prompt": "..."}}, got {_json_type(row)}')
     return {name: value for name, value in row.items() if value is not None or name not in OPTIONAL}
@@ -184,12 +190,18 @@ def _field_faults(row: dict[str, Any]) -> list[str]:
         messages.append(f"'metadata' must be an object, got {_json_type(row['metadata'])}")
     if "id" in row and (not isinstance(row["id"], str | int) or isinstance(row["id"], bool) or row["id"] == ""):
         messages.append(f"'id' must be a non-empty string or an integer, got {_json_type(row['id'])}")
+    elif isinstance(row.get("id"), str):
+        messages.extend(_character_faults("id", row["id"]))
     return messages
 
 
 def _text_faults(name: str, text: str) -> list[str]:
     if name != "negative_prompt" and not text.strip():
         return [f"{name!r} is empty"]
+    return _character_faults(name, text)
+
+
+def _character_faults(name: str, text: str) -> list[str]:
     bad = next((c for c in text if (c < " " and c not in "\t\n") or "\ud800" <= c <= "\udfff"), None)
     return [] if bad is None else [f"{name!r} holds U+{ord(bad):04X}, which is not text"]
 

@@ -30,7 +30,7 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
     `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
     prompts: what it imports should not count against the time of the first request.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.setsid()  # Ctrl-C in the terminal is the parent's to handle; whatever a scorer starts can be killed with it
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     try:
@@ -60,15 +60,15 @@ def _load(name: str, pickled: bytes) -> Scorer:
 
     try:
         scorer: Scorer = pickle.loads(pickled)
-    except Exception as error:
+    except scoring.FAULTS as error:
         raise scoring.failure(name, "loading", error) from error
     scoring.load(name, scorer)
     return scorer
 
 
 def _follow_parent() -> None:
-    """End when the parent does: a worker that is busy or hangs would not notice the end of the pipe."""
+    """End when the parent does, with all that a scorer has started: a busy worker would not notice the pipe's end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

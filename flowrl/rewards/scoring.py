@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from flowrl.types import Scorer
 
 
+# A scorer is anybody's code: all of its errors stop the run by one name, and so does its wish to end the process.
+FAULTS = (Exception, SystemExit)
+
+
 class RewardError(RuntimeError):
     """A reward component gave no usable score. What failed inside a worker carries the worker's traceback as a note."""
 
@@ -48,7 +52,7 @@ def load(component: str, scorer: Scorer) -> None:
     """Load `scorer`, or raise RewardError."""
     try:
         scorer.load()
-    except Exception as error:
+    except FAULTS as error:
         raise failure(component, "loading", error) from error
 
 
@@ -57,7 +61,7 @@ def score(scorers: Mapping[str, Scorer], request: Request) -> np.ndarray:
     prompts = [request.prompt] * len(request.images)
     try:
         scores = scorers[request.component].score(request.images, prompts)
-    except Exception as error:  # a scorer is anybody's code; all of its errors stop the run by the same name
+    except FAULTS as error:
         raise failure(request.component, request.subject, error) from error
     fault = _fault(scores, request)
     if fault:
@@ -65,7 +69,7 @@ def score(scorers: Mapping[str, Scorer], request: Request) -> np.ndarray:
     return scores
 
 
-def failure(component: str, subject: str, error: Exception) -> RewardError:
+def failure(component: str, subject: str, error: BaseException) -> RewardError:
     """`error` as a RewardError that survives the way to another process, traceback and all."""
     wrapped = RewardError(component, subject, f"{type(error).__name__}: {error}")
     wrapped.add_note("".join(traceback.format_exception(error)).rstrip())

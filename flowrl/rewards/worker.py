@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
@@ -109,7 +112,8 @@ class ProcessWorker:
             self._connection, theirs = context.Pipe()
             arguments = (theirs, pickle.dumps(Prompt), self._pickled)
             process = context.Process(target=serve, args=arguments, name=WORKER, daemon=True)
-            process.start()
+            with _interrupts_blocked():
+                process.start()
             self._process = process
             theirs.close()  # the process has its own; ours would hide its death
 
@@ -145,7 +149,7 @@ class ProcessWorker:
     def _kill(self) -> None:
         process, self._process, self._loaded = self._process, None, False
         if process is not None:
-            process.kill()
+            _kill_group(process)
             process.join()
 
     def _ask(self, request: Request | None, timeout_s: float, component: str, subject: str) -> np.ndarray | None:
@@ -157,7 +161,7 @@ class ProcessWorker:
 
         def expire() -> None:
             expired.set()
-            process.kill()
+            _kill_group(process)
 
         timer = threading.Timer(timeout_s, expire)
         timer.start()
@@ -179,6 +183,25 @@ class ProcessWorker:
         return answer
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """What is started here never sees SIGINT: until a worker has a session of its own, Ctrl-C would reach it, too."""
+    resource_tracker.ensure_running()  # else starting the process starts that first, which ends the blocking
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_group(process: SpawnProcess) -> None:
+    """Kill the worker and whatever its scorers have started; before it has a group, the worker alone."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError, PermissionError):  # the latter where a group holds only a zombie (macOS)
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
 def _pickle(name: str, scorer: Scorer) -> bytes:
     try:
         return pickle.dumps(scorer)
@@ -190,5 +213,6 @@ def _epitaph(exitcode: int | None, expired: bool, timeout_s: float) -> str:
     if expired:
         return f"the worker did not answer within {timeout_s:g} s and was stopped"
     if exitcode is not None and exitcode < 0:
-        return f"the worker was killed by {signal.Signals(-exitcode).name} (out of memory?)"
+        guess = " (out of memory?)" if exitcode == -signal.SIGKILL else ""
+        return f"the worker was killed by {signal.Signals(-exitcode).name}{guess}"
     return f"the worker ended with exit code {exitcode}"

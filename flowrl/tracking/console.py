@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,17 @@ from rich.text import Text
 from flowrl.tracking.summary import Summary
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Terminal(Console):
+    """Standard output, whose reader may go away as `head` does: then it falls silent and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """`rich` would end the process here. What is still buffered goes nowhere."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def number(value: float) -> str:
@@ -55,7 +68,10 @@ def summary_table(summary: Summary) -> Table:
         change = after - before
         style = "green" if change > 0 else "red" if change < 0 else "dim"
         table.add_row(
-            label(name), number(before), Text(number(after), "bold"), Text("+" * (change > 0) + number(change), style)
+            Text(label(name)),
+            number(before),
+            Text(number(after), "bold"),
+            Text("+" * (change > 0) + number(change), style),
         )
     return table
 

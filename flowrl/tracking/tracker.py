@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,6 +12,8 @@ import numpy as np
 
 from flowrl.tracking.loggers.base import Logger, RunInfo, Session
 from flowrl.tracking.loggers.jsonl import JSONLLogger
+
+log = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -23,7 +26,6 @@ class Tracker:
         others = [logger for logger in loggers if not isinstance(logger, JSONLLogger)]
         self._loggers: list[Logger] = [JSONLLogger(), *others]
         self._sessions: list[Session] = []
-        self._closing = ExitStack()
         self._last_step = -1
 
     def start(self, run: RunInfo) -> None:
@@ -34,7 +36,7 @@ class Tracker:
             for logger in self._loggers:
                 sessions.append(logger.start(run))
                 opened.callback(sessions[-1].close)
-            self._closing = opened.pop_all()
+            opened.pop_all()  # all are open: they stay so until `close`
         self._sessions = sessions
         self._last_step = run.first_step - 1
 
@@ -56,9 +58,13 @@ class Tracker:
             session.log_images(step, name, images, captions)
 
     def close(self) -> None:
-        """Close every logger, the last opened first, even if one of them fails."""
-        self._sessions = []
-        self._closing.close()
+        """Close every logger, the last opened first. One that fails is a warning: every step was logged by then."""
+        sessions, self._sessions = self._sessions, []
+        for session in reversed(sessions):
+            try:
+                session.close()
+            except Exception as error:  # of whatever kind: it must not cost a finished run its success
+                log.warning("%s could not be closed: %s: %s", type(session).__name__, type(error).__name__, error)
 
     def __enter__(self) -> Self:
         return self

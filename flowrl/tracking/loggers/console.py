@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from flowrl.tracking.console import duration, number, sparkline
+from flowrl.tracking.console import Terminal, duration, number, sparkline
 from flowrl.tracking.loggers.base import RunInfo
 
 HISTORY = 24  # steps in the sparkline
@@ -30,7 +30,7 @@ class ConsoleLogger:
     speed: str = "perf/rollout_samples_per_s"
 
     def start(self, run: RunInfo) -> ConsoleSession:
-        return ConsoleSession(self, run, Console())
+        return ConsoleSession(self, run, Terminal())
 
 
 class ConsoleSession:
@@ -43,7 +43,7 @@ class ConsoleSession:
         self._began: tuple[int, float] | None = None  # step and time of the first record
         self._progress = Progress(
             SpinnerColumn("dots" if self._draws_blocks else "line"),
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from omegaconf import OmegaConf
-from rich.console import Console
+from rich.text import Text
 
 from flowrl.config import Config, ConfigError, Problem
+from flowrl.tracking.console import Terminal
 from flowrl.tracking.loggers.base import RunInfo
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class WandbLogger:
     def start(self, run: RunInfo) -> WandbSession:
         """Raises ConfigError for online without a key."""
         if self.mode == "auto" and not has_key():
-            Console().print(f"wandb: {KEY} is not set, logging offline to {run.run_dir / 'wandb'}", style="dim")
+            notice = f"wandb: {KEY} is not set, logging offline to {run.run_dir / 'wandb'}"
+            Terminal().print(Text(notice, "dim"))
         return WandbSession(self, run)
 
     def resolved_mode(self) -> Literal["online", "offline", "disabled"]:

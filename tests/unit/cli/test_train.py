@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,11 +15,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import flowrl
-from flowrl.cli.train import command
+from flowrl.cli.train import command, main
 from flowrl.config import Config, ConfigError, Evaluation, Problem
 from flowrl.rewards.scoring import RewardError
-from flowrl.trainers.actor import DivergedError
-from flowrl.types import LoadError
+from flowrl.types import DivergedError, LoadError
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,14 @@ class Marker:
         if self.end == "early":
             raise KeyboardInterrupt
         (run.run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+        if self.end == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.end == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.end == "elsewhere":
+            Path("/no/such/file").read_bytes()
+        if self.end == "odd" and run.seed % 2:
+            raise RewardError("ocr", f"seed {run.seed}", "OSError: no disk")
         if self.end == "late":
             raise KeyboardInterrupt
         if self.end == "reward error":
@@ -158,6 +170,85 @@ def test_errors_of_the_run_are_one_sentence_and_what_is_left(
     assert capsys.readouterr().err.splitlines() == lines
 
 
+def test_sigterm_ends_a_run_as_an_interruption_does(
+    base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flowrl", *base, "trainer.end=sigterm"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 143
+    assert capsys.readouterr().err.splitlines() == ["flowrl: terminated.", BROKEN_OFF]
+
+
+HOLD = """
+import fcntl, sys
+lock = open("runs/run/.lock", "ab")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["early", "late"], ids=["before its first metrics", "after them"])
+def test_a_folder_that_another_process_writes_is_left_alone(
+    base: list[str], capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    command([*base, f"trainer.end={end}"])
+    capsys.readouterr()
+    written = Path("runs/run/run.json").read_bytes()
+    other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        assert command([*base, "seed=1"]) == 2
+        other.communicate()
+    assert "name: runs/run is being written by another process. Set name=" in capsys.readouterr().err
+    assert Path("runs/run/run.json").read_bytes() == written
+
+
+@pytest.mark.parametrize("file", ["run.json", "config.yaml"])
+@pytest.mark.parametrize("content", ["{", "[1]\n: :", None, "\udcff"])
+def test_a_folder_whose_record_cannot_be_read(
+    base: list[str], capsys: pytest.CaptureFixture[str], file: str, content: str | None
+) -> None:
+    command(base)
+    path = Path("runs/run", file)
+    if content is not None:
+        path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    elif file == "config.yaml":
+        path.unlink()
+    else:
+        path.write_text("{}")
+    assert command(base) == 2
+    assert "name: runs/run holds no readable run. Remove the folder, or choose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        (["name=file"], "File exists"),
+        ([f"name={'n' * 300}"], "File name too long"),
+        (["trainer.end=full"], "No space left on device"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_written(
+    base: list[str], capsys: pytest.CaptureFixture[str], overrides: list[str], cause: str
+) -> None:
+    Path("runs").mkdir()
+    Path("runs/file").touch()
+    assert command([*base, *overrides]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("flowrl: the run folder runs/") and f" cannot be used: {cause}." in error
+
+
+def test_other_errors_of_files_keep_their_traceback(base: list[str]) -> None:
+    with pytest.raises(FileNotFoundError, match="/no/such/file"):
+        command([*base, "trainer.end=elsewhere"])
+
+
 def test_other_errors_keep_their_traceback(base: list[str]) -> None:
     with pytest.raises(ZeroDivisionError, match="somewhere"):
         command([*base, "trainer.end=bug"])
@@ -194,6 +285,26 @@ def test_a_sweep_checks_every_point_before_the_first_begins(
 def test_a_sweep_runs_its_points_in_turn(base: list[str]) -> None:
     assert command([*base, "-m", "seed=0,1"]) == 0
     assert [Path(f"runs/run/seed={seed}/fitted").read_text() for seed in (0, 1)] == ["0", "1"]
+
+
+def test_points_of_a_sweep_need_folders_of_their_own(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*base, "-m", "name=a,b", "seed=0,1"]) == 2
+    error = capsys.readouterr().err
+    assert "2 problems" in error and "name: several runs of the sweep would share runs/a. Leave name out" in error
+    assert not list(Path().iterdir())
+
+
+def test_a_run_that_fails_does_not_end_the_sweep(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*base, "-m", "seed=0,1,2", "trainer.end=odd"]) == 1
+    error = capsys.readouterr().err
+    assert "failed on seed 1: OSError: no disk" in error
+    assert error.endswith("flowrl: 1 of 3 runs failed:\n  run/seed=1\n")
+    assert Path("runs/run/seed=2/fitted").exists()
+
+
+def test_a_fault_of_the_code_ends_a_sweep(base: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError, match="somewhere"):
+        command([*base, "-m", "seed=0,1", "trainer.end=bug"])
 
 
 def test_the_configuration_is_printed_resolved(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:

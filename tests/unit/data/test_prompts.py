@@ -96,6 +96,7 @@ def test_field_targets(tmp_path: Path) -> None:
         ({"prompt": "p", "id": True}, "'id' must be a non-empty string or an integer, got a boolean"),
         ({"prompt": "p\u0000"}, "U+0000"),
         ({"prompt": "\ud800"}, "U+D800"),
+        ({"prompt": "p", "id": "\udfff"}, "'id' holds U+DFFF"),
         (["p"], "must be a JSON object"),
         ("p", "must be a JSON object"),
     ],
@@ -110,6 +111,12 @@ def test_broken_json_names_line_and_column(tmp_path: Path) -> None:
     assert [line for line, _ in faults(path)] == [2, 3]
     assert "is not JSON" in faults(path)[0][1] and "column 15" in faults(path)[0][1]
     assert faults(path)[1][1] == "has 'prompt' twice"
+
+
+def test_json_that_python_refuses_to_read(tmp_path: Path) -> None:
+    nested = '{"prompt": "p", "metadata": {"deep": ' + "[" * 100_000 + "]" * 100_000 + "}}"
+    path = write(tmp_path, f'{{"prompt": "p", "id": {"9" * 5000}}}\n{nested}\n', "p.jsonl")
+    assert faults(path) == [(1, "holds an integer of more than 4300 digits"), (2, "is nested too deeply")]
 
 
 def test_duplicate_ids_name_the_first_line(tmp_path: Path) -> None:
@@ -129,6 +136,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert "must end in .txt or .jsonl" in faults(write(tmp_path, "p", "p.csv"))[0][1]
     assert faults(write(tmp_path, "\n\n")) == [(None, "holds no prompt")]
     assert faults("pkg://no_such_package/p.txt") == [(None, "there is no package 'no_such_package'")]
+    assert faults("pkg://os/p.txt") == [(None, "there is no package 'os'")]
     assert faults("pkg://flowrl/assets/none.txt") == [(None, "No such file or directory")]
     with pytest.raises(ValueError, match="target must be one of"):
         load_prompts(write(tmp_path, "p"), "quote")

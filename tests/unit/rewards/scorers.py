@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -41,21 +42,26 @@ class Returns(Scores):
 
 @dataclass(frozen=True, kw_only=True)
 class Obeys(Scores):
-    """Does what `prompt.metadata` says: `sleep` seconds, then `raise`, `exit`, `nan`, or score 1.
+    """Does what `prompt.metadata` says: `sleep` seconds, then `raise`, `exit`, `quit`, `nan`, or score 1.
 
-    First it writes its process id to the file `log`, if there is one.
+    First it writes its process id to the file `log`, and that of a process which it starts to `child`, if told to.
     """
 
     def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
         orders = prompts[0].metadata
         if "log" in orders:
             Path(orders["log"]).write_text(str(os.getpid()))
+        if "child" in orders:
+            child = subprocess.Popen(["sleep", "600"])
+            Path(orders["child"]).write_text(str(child.pid))
         time.sleep(orders.get("sleep", 0))
         match orders.get("then"):
             case "raise":
                 return Raises().score(images, prompts)
             case "exit":
                 os._exit(3)
+            case "quit":
+                sys.exit()
             case "nan":
                 return np.full(len(images), np.nan)
         return np.ones(len(images))

@@ -19,6 +19,7 @@ from flowrl.config import Reward
 from flowrl.rewards.combine import Component
 from flowrl.rewards.pool import RewardPool
 from flowrl.rewards.scoring import RewardError
+from flowrl.rewards.worker import ProcessWorker
 from flowrl.types import SampledGroup
 from tests.unit.rewards.scorers import Brightness, CannotLoad, FailsOnce, Obeys, Raises, Returns, Surroundings
 from tests.unit.rewards.support import sampled_group
@@ -207,6 +208,43 @@ def test_a_worker_that_hangs_is_killed_in_time(obedient: RewardPool, tmp_path: P
     assert_gone(wait_for(log))
 
 
+def test_what_a_scorer_started_goes_with_its_worker(obedient: RewardPool, tmp_path: Path) -> None:
+    log = tmp_path / "pid"
+    with pytest.raises(RewardError, match="did not answer"):
+        obedient.submit(sampled_group(sleep=600, child=str(log))).result(timeout=SOON)
+    assert_gone(wait_for(log))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_scorer_that_would_end_the_process(num_workers: int) -> None:
+    with (
+        RewardPool(one(Obeys()), num_workers, retries=0) as pool,
+        pytest.raises(RewardError, match=r"failed on prompt 'p0' .*: SystemExit"),
+    ):
+        pool.submit(sampled_group(then="quit")).result(timeout=SOON)
+
+
+def test_only_a_killed_worker_may_have_run_out_of_memory(obedient: RewardPool, tmp_path: Path) -> None:
+    log = tmp_path / "pid"
+    future = obedient.submit(sampled_group(sleep=0.9, log=str(log)))
+    os.kill(wait_for(log), signal.SIGTERM)
+    with pytest.raises(RewardError, match=r"killed by SIGTERM$"):
+        future.result(timeout=SOON)
+
+
+def test_interrupts_reach_no_worker_from_its_first_moment() -> None:
+    worker = ProcessWorker({"style": Brightness()}, SOON, SOON)
+    worker.start()
+    assert worker.pid is not None
+    status = Path(f"/proc/{worker.pid}/status").read_text()  # of an interpreter that has only begun
+    (blocked,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk")]
+    assert blocked & 1 << signal.SIGINT - 1
+    worker.wait()
+    assert os.getsid(worker.pid) == worker.pid, "Ctrl-C in the terminal goes elsewhere"
+    worker.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_a_process_that_reads_nothing_does_not_block_sending(obedient: RewardPool, tmp_path: Path) -> None:
     """Pictures larger than a pipe's buffer, to a process that is stopped."""
     log = tmp_path / "pid"
@@ -239,13 +277,14 @@ def test_closing_ends_workers_that_are_busy(tmp_path: Path) -> None:
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    log = tmp_path / "pid"
+    log, child = tmp_path / "pid", tmp_path / "child"
     code = (
         "from tests.unit.rewards.test_pool import *\n"
         "pool = RewardPool(one(Obeys()), num_workers=1)\n"
-        f"pool.submit(sampled_group(sleep=600, log={str(log)!r})).result()\n"
+        f"pool.submit(sampled_group(sleep=600, log={str(log)!r}, child={str(child)!r})).result()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as parent:
-        pid = wait_for(log)
+        pids = wait_for(log), wait_for(child)
         parent.kill()
-    assert_gone(pid)
+    for pid in pids:
+        assert_gone(pid)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,13 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flowrl.config import ConfigError, build
+from flowrl.tracking.console import print_summary
 from flowrl.tracking.loggers.base import Logger, RunInfo, Session
 from flowrl.tracking.loggers.console import ConsoleLogger, ConsoleSession
 from flowrl.tracking.loggers.jsonl import JSONLLogger, read_metrics
 from flowrl.tracking.loggers.tensorboard import TensorBoardLogger
 from flowrl.tracking.loggers.wandb import WandbLogger
+from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
 from tests.unit.tracking.test_files import kill_while_writing
 
@@ -145,12 +149,19 @@ def test_a_failing_logger_is_an_error_and_costs_no_record(tmp_path: Path) -> Non
     assert other.events == ["start", "log 0", "close"]
 
 
-@pytest.mark.parametrize("breaks", ["start", "close"])
-def test_loggers_are_closed_when_another_fails(tmp_path: Path, breaks: str) -> None:
+def test_loggers_are_closed_when_another_cannot_start(tmp_path: Path) -> None:
     first = Recording([])
-    with pytest.raises(Breaks), Tracker([first, Recording([], breaks=breaks)]) as tracker:
+    with pytest.raises(Breaks), Tracker([first, Recording([], breaks="start")]) as tracker:
         tracker.start(info(tmp_path))
     assert first.events == ["start", "close"]
+
+
+def test_a_logger_that_cannot_be_closed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Recording([])
+    with Tracker([first, Recording([], breaks="close")]) as tracker:
+        tracker.start(info(tmp_path))
+    assert first.events == ["start", "close"]
+    assert caplog.messages == ["Recording could not be closed: Breaks: close"]
 
 
 def test_there_is_one_step_axis(tmp_path: Path) -> None:
@@ -230,10 +241,10 @@ def test_wandb_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------- console
 
 
-def shown(terminal: bool, resumed_from: int | None = None, encoding: str = "utf-8") -> str:
+def shown(terminal: bool, resumed_from: int | None = None, encoding: str = "utf-8", name: str = "tiny") -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=stream, force_terminal=terminal, width=90, color_system=None, _environ={})
-    session = ConsoleSession(ConsoleLogger(), info(Path(), resumed_from), console)
+    session = ConsoleSession(ConsoleLogger(), replace(info(Path(), resumed_from), name=name), console)
     for step in range(0 if resumed_from is None else resumed_from + 1, 21):
         evaluated = {"eval/heldout/ocr_mean": 0.3 + step / 40} if step % 10 == 0 else {}
         trained = {"reward/mean": step / 20, "perf/rollout_samples_per_s": 19.44} if step else {}
@@ -259,6 +270,39 @@ def test_console_is_live_in_a_terminal() -> None:
         assert part in text
     assert "step 20/20  held-out 0.800  from 0.300" in text
     assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_names_are_no_markup() -> None:
+    assert "x[/foo]" in shown(terminal=True, name="x[/foo]")
+    stream = io.StringIO()
+    summary = Summary(before={"eval/[/a]": 0.0}, after={"eval/[/a]": 1.0}, steps=1, seconds=1.0)
+    print_summary(Console(file=stream), summary, Path())
+    assert "[ a]" in stream.getvalue()
+
+
+TO_NOBODY = """
+import sys
+from pathlib import Path
+from flowrl.tracking.loggers.base import RunInfo
+from flowrl.tracking.loggers.console import ConsoleLogger
+sys.stdin.read()
+session = ConsoleLogger().start(RunInfo(name="tiny", run_dir=Path(), total_steps=3, config_yaml=""))
+for step in range(3):
+    session.log(step, {"reward/mean": 1.0})
+session.close()
+print("to nobody")
+print("the end", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output() -> None:
+    command, pipe = [sys.executable, "-c", TO_NOBODY], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"the end\n"
+    assert process.returncode == 0
 
 
 def test_console_goes_on_from_a_resumed_step_and_draws_no_blocks_in_ascii() -> None:
