@@ -53,7 +53,7 @@ def test_only_what_has_a_full_score_names_one() -> None:
         "jpeg_compressibility": None,
         "jpeg_incompressibility": None,
     }
-    with pytest.raises(ConfigError, match="perfect must be a finite number or null"):
+    with pytest.raises(ConfigError, match="perfect: must be a finite number"):
         ocr("components.ocr.perfect=.inf")
 
 

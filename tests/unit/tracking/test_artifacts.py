@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.flow.solvers import DPM2, Euler, Solver
 from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
 from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
@@ -44,6 +45,7 @@ def scored(ordinal: int = 34, seed: int = 0, images: bool = True) -> ScoredGroup
         policy_version=torch.full((K,), 5),
         sigmas=torch.tensor([1.0, 0.75, 0.5, 0.0]),
         dynamics=FlowSDE(noise_level=0.7),
+        solver=Euler(),
     )
     pictures = np.random.default_rng(seed).integers(0, 256, (K, 32, 80, 3), dtype=np.uint8)
     conditions = Embeds(embeds=torch.randn(1, 12, 8, generator=generator), guidance_scale=4.5)
@@ -83,7 +85,7 @@ def test_the_manifest_says_where_a_sample_comes_from() -> None:
         "policy_version": 5,
         "trained_steps": [1, 2],
     }
-    assert told["sampling"]["dynamics"].startswith("FlowSDE(noise_level=0.7")
+    assert told["sampling"]["drawn_by"].startswith("FlowSDE(noise_level=0.7")
     assert told["sampling"]["latent_shape"] == [4, 8, 20]
 
 
@@ -94,9 +96,20 @@ def test_the_fingerprint_changes_with_the_sampler_and_with_nothing_else() -> Non
         replace(sampled, trajectory=replace(sampled.trajectory, sigmas=torch.tensor([1.0, 0.7, 0.5, 0.0]))),
         replace(sampled, conditions=replace(sampled.conditions, guidance_scale=1.0)),
     ]
+    others += [
+        replace(sampled, trajectory=replace(sampled.trajectory, step_index=torch.tensor([[0, 1]] * K))),
+        deterministic(sampled, Euler()),
+        deterministic(sampled, DPM2()),
+    ]
     prints = {sampling(other)["fingerprint"] for other in [sampled, *others]}
-    assert len(prints) == 4
+    assert len(prints) == 7
     assert sampling(scored(2, seed=9).sampled) == sampling(sampled)
+
+
+def deterministic(sampled: SampledGroup, solver: Solver) -> SampledGroup:
+    """The same group as a rollout without stochastic steps leaves it."""
+    none = torch.empty(K, 0, dtype=torch.int64)
+    return replace(sampled, trajectory=replace(sampled.trajectory, step_index=none, solver=solver))
 
 
 def test_only_the_newest_rollouts_stay(tmp_path: Path) -> None:
