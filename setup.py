@@ -9,7 +9,18 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "flowrl/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 assert VERSION is not None
 
-TEST = ["build", "codespell", "coverage", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "setuptools>=77"]
+TEST = [
+    "build",
+    "codespell",
+    "coverage",
+    "hypothesis",
+    "matplotlib>=3.9",
+    "mypy",
+    "pre-commit",
+    "pytest",
+    "ruff",
+    "setuptools>=77",
+]
 EXTRAS = {
     "paddle": ["paddleocr>=3.7,<4"],
     "vllm": ["vllm==0.30.0", "vllm-omni==0.30.0"],
