@@ -82,7 +82,13 @@ def _settle_threads() -> None:
 def main() -> None:
     """The console script. Exits with 0; 1: a run failed; 2: its configuration is at fault; 130, 143: it was stopped."""
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(command(sys.argv[1:]))
+    try:
+        status = command(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough; nothing is left to be said, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

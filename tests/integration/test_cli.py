@@ -123,3 +123,14 @@ def test_preflight_is_quick_and_loads_nothing_heavier_than_torch(tmp_path: Path)
     heavy, cuda, seconds = json.loads(result.stdout)
     assert heavy == [] and not cuda
     assert seconds < 5
+
+
+def test_a_reader_that_has_seen_enough_causes_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "flowrl", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
