@@ -137,24 +137,56 @@ class EMA:
 
 
 @dataclass
+class FSDP:
+    """How the trained model is spread over several ranks; a single rank holds it whole."""
+
+    reshard_after_forward: bool = True  # false keeps blocks gathered until the backward pass: faster, more memory
+    reduce_dtype: str = "float32"  # gradients are summed over ranks in it: float32 | bfloat16
+    cpu_offload: bool = False  # parameters, gradients and optimiser state on the host; full training only
+    load_wave_size: int = 1  # ranks of one host that read the model at the same time
+
+
+@dataclass
 class Actor:
-    """The trainable model and its optimiser."""
+    """The trainable model and its optimiser, on `num_ranks` processes."""
 
     mode: str = "lora"  # lora | full
+    num_ranks: int = 1  # processes, one GPU each where there are any
+    timeout_s: float = 1800.0  # for what the ranks do together: when one is lost, the others give up by then
     micro_batch_size: int = 8  # training rows of one rank in one forward
     gradient_checkpointing: bool = False
+    master_dtype: str = "float32"  # of the weights that full training updates; LoRA's are always float32
     max_skipped_updates: int = 5  # non-finite updates in a row before the run stops
     lora: LoRA = field(default_factory=LoRA)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ema: EMA = field(default_factory=EMA)
+    fsdp: FSDP = field(default_factory=FSDP)
 
 
 @dataclass
 class Rollout:
     """Generation."""
 
-    engine: str = "native"
+    engine: Any = MISSING  # rollout.native.Native, or any EngineConfig of flowrl.types
     batch_size: int = 64  # samples in one forward
+    gather: str = "auto"  # layout shared, several ranks: hold all blocks gathered while sampling: auto | always | never
+    num_workers: int = 1  # layout standalone: processes that only sample
+    num_gpus_per_worker: float = 1.0  # where there are GPUs
+    on_death: str = "stop"  # of a rollout worker (standalone): stop | restart
+    max_restarts: int = 3  # of the whole run, with on_death=restart
+
+
+@dataclass
+class WeightSync:
+    """Publication of weights to rollout workers (layouts colocated and standalone)."""
+
+    mode: str = "auto"  # auto (lora as lora, full as full) | lora | merged | full
+    transport: str = "auto"  # auto | broadcast (gloo, NCCL) | cuda_ipc (one GPU) | object_store (the launcher's)
+    wire_dtype: str | None = None  # float32 | bfloat16; null = what the model computes in
+    bucket_mb: int = 512
+    staging: str = "device"  # where a version waits until every worker has verified it: device | host
+    timeout_s: float = 600.0
+    retries: int = 1  # further attempts after a failure, before the run stops
 
 
 @dataclass
@@ -171,14 +203,6 @@ class Artifacts:
     keep: int = 2  # newest rollouts kept
     every: int = 10  # steps between saved rollouts; 0 = none
     trajectories: bool = False  # also save safetensors trajectories
-
-
-@dataclass
-class Launcher:
-    """Where the stages run."""
-
-    kind: str = "inline"
-    num_threads: int = 0  # of torch on a CPU; 0 = leave as it is
 
 
 @dataclass
@@ -199,8 +223,9 @@ class Config:
     trainer: Any = MISSING
     actor: Actor = field(default_factory=Actor)
     rollout: Rollout = field(default_factory=Rollout)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
     buffer: Any = MISSING
-    launcher: Launcher = field(default_factory=Launcher)
+    launcher: Any = MISSING  # distributed.launch: inline | spawn | ray
     logger: Logger = field(default_factory=Logger)
     artifacts: Artifacts = field(default_factory=Artifacts)
 

@@ -6,7 +6,6 @@ Nothing is written, no model is read, no process is started and CUDA is not init
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -19,6 +18,7 @@ from omegaconf import DictConfig
 from flowrl.buffer.memory import MemoryBuffer
 from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward, assemble
 from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
+from flowrl.distributed.launch.base import Launcher
 from flowrl.distributed.lora import ADAPTER_FILES
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics
@@ -27,7 +27,7 @@ from flowrl.flow.solvers import Solver
 from flowrl.flow.steps import Steps
 from flowrl.rewards.combine import Component
 from flowrl.tracking.loggers.base import Logger
-from flowrl.types import Algorithm, PolicyConfig
+from flowrl.types import Algorithm, EngineConfig, PolicyConfig
 
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LARGEST = 2**31
@@ -41,6 +41,11 @@ class Trainer(Protocol):
     @property
     def eval(self) -> Evaluation:
         """Held-out evaluation."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """Who samples: shared | colocated | standalone."""
         ...
 
     def fit(self, run: Config) -> None:
@@ -76,7 +81,6 @@ def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
 _AT_MOST = {
     "sampler.num_steps": 10_000,
     "num_steps": 10_000,  # of an evaluation
-    "launcher.num_threads": 8 * (os.cpu_count() or 1),  # far more of them end the process without a word
 }
 _AT_LEAST = {
     "sampler.num_steps": 1,
@@ -88,6 +92,8 @@ _AT_LEAST = {
     "data.num_samples_per_prompt": 1,
     "actor.micro_batch_size": 1,
     "actor.max_skipped_updates": 1,
+    "actor.num_ranks": 1,
+    "actor.fsdp.load_wave_size": 1,
     "actor.lora.rank": 1,
     "actor.optimizer.weight_decay": 0,
     "actor.optimizer.warmup_steps": 0,
@@ -95,23 +101,27 @@ _AT_LEAST = {
     "actor.optimizer.min_lr": 0,
     "actor.ema.every": 1,
     "rollout.batch_size": 1,
+    "rollout.num_workers": 1,
+    "rollout.max_restarts": 0,
+    "weight_sync.bucket_mb": 1,
+    "weight_sync.retries": 0,
     "artifacts.keep": 0,
     "artifacts.every": 0,
-    "launcher.num_threads": 0,
 }
 _POSITIVE = (
     "actor.lora.alpha",
     "actor.optimizer.lr",
     "actor.optimizer.eps",
     "actor.optimizer.max_grad_norm",
+    "rollout.num_gpus_per_worker",
+    "actor.timeout_s",
+    "weight_sync.timeout_s",
 )
 _ONE_OF = {
     "device": ("auto", "cpu", "cuda"),
     "data.target": TARGETS,
     "actor.mode": ("lora", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
-    "rollout.engine": ("native",),
-    "launcher.kind": ("inline",),
 }
 _AT_LEAST_IN_REWARD = {"num_workers": 0, "retries": 0}
 _AT_LEAST_IN_EVALUATION = {"every": 0, "samples_per_prompt": 1, "num_steps": 1}
@@ -168,7 +178,7 @@ def _place(run: Config) -> Iterator[Problem]:
 def _particulars(run: Config) -> Iterator[Problem]:
     """What the components themselves object to."""
     judges = run.trainer.eval.rewards
-    parts = [run.model, run.algorithm, run.trainer, run.buffer]
+    parts = [run.model, run.algorithm, run.trainer, run.buffer, run.launcher, run.rollout.engine]
     parts += [run.sampler.dynamics, run.sampler.steps, run.sampler.solver, run.sampler.schedule]
     parts += [*run.reward.components.values(), *(judges.components.values() if judges else ())]
     for part in [*parts, *run.logger.components.values()]:
@@ -187,6 +197,8 @@ def _types(run: Config) -> Iterator[Problem]:
     yield from _expected("algorithm", run.algorithm, Algorithm, "an Algorithm (flowrl.types)")
     yield from _expected("trainer", run.trainer, Trainer, "a trainer: a dataclass with eval and fit(run)")
     yield from _expected("buffer", run.buffer, MemoryBuffer, "a buffer of flowrl.buffer")
+    yield from _expected("launcher", run.launcher, Launcher, "a Launcher of flowrl.distributed.launch")
+    yield from _expected("rollout.engine", run.rollout.engine, EngineConfig, "an engine: a dataclass with open(run, policy)")
     for name, component in run.logger.components.items():
         yield from _expected(f"logger.components.{name}", component, Logger, "a logger: a dataclass with start(run)")
     yield from _components("reward", run.reward)

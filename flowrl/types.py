@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowrl.config import Config
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.decay import Decay
 from flowrl.flow.dynamics.base import Dynamics
@@ -163,13 +164,71 @@ class Trajectory(Rows):
 
 
 @dataclass(frozen=True)
-class SampledGroup:
-    """A group after the rollout. Conditions are one row for the whole group."""
+class Drawn:
+    """What a rollout of one group leaves for training: its K samples, and one row of conditions for all of them."""
 
-    group: Group
     trajectory: Trajectory
     conditions: Conditions
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a group was drawn, in plain values: what its pictures can be told apart by."""
+
+    policy_version: int
+    step_index: tuple[int, ...]  # the stored steps
+    sigmas: tuple[float, ...]
+    drawn_by: str  # the dynamics of stored steps, the solver where there are none
+    guidance_scale: float
+    latent_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drawn: Drawn) -> Self:
+        """All samples of a group are drawn alike."""
+        trajectory = drawn.trajectory
+        steps = tuple(trajectory.step_index[0].tolist())
+        return cls(
+            policy_version=int(trajectory.policy_version[0]),
+            step_index=steps,
+            sigmas=tuple(trajectory.sigmas.tolist()),
+            drawn_by=repr(trajectory.dynamics if steps else trajectory.solver),
+            guidance_scale=drawn.conditions.guidance_scale,
+            latent_shape=tuple(trajectory.final_latents.shape[1:]),
+        )
+
+
+class Handle(Protocol):
+    """Where something heavy lies. It travels between processes instead of the thing itself."""
+
+    def fetch(self) -> Any:
+        """The thing, in the memory of the calling process. Raises KeyError if it is there no longer."""
+        ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The handle of something that lies in this very process."""
+
+    value: Any
+
+    def fetch(self) -> Any:
+        """The thing itself."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """A group after the rollout: pictures for the rewards, and a handle of the `Drawn` for the actor."""
+
+    group: Group
     images: np.ndarray | None  # uint8 [K, H, W, 3] in pixels; None when the rollout keeps latents only
+    sampling: Sampling
+    drawn: Handle
+
+    @classmethod
+    def of(cls, group: Group, images: np.ndarray | None, drawn: Drawn) -> Self:
+        """With `drawn` in this process, as engines make it."""
+        return cls(group, images, Sampling.of(drawn), InMemory(drawn))
 
 
 @dataclass(frozen=True)
@@ -193,7 +252,7 @@ class Engine(Protocol):
         ...
 
     def publish(self, version: int) -> None:
-        """Make `version` the weights to sample with; only between rollout batches."""
+        """The weights are now those of `version`; only between rollout batches. Raises ValueError if it goes back."""
         ...
 
     def sleep(self) -> None:
@@ -202,6 +261,15 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Be ready to generate again."""
+        ...
+
+
+@runtime_checkable
+class EngineConfig(Protocol):
+    """Which engine samples: a frozen dataclass, cheap to build and to pickle (`rollout.engine`)."""
+
+    def open(self, run: Config, policy: Policy) -> Engine:
+        """The engine of `run`. `policy` encodes, decodes and knows the shapes; its weights may be what samples."""
         ...
 
 
@@ -223,7 +291,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Samples(Rows):
-    """A complete train batch as algorithms see it. Conditions stay with the actor; `condition_rows` points at them."""
+    """Samples to train on, as algorithms see them. Conditions stay with the actor; `condition_rows` points at them."""
 
     trajectory: Trajectory
     advantages: Tensor  # [B] float64
@@ -305,8 +373,11 @@ class Algorithm(Protocol):
         """End a cycle early once an update's mean `approx_kl` exceeds this."""
         ...
 
-    def select(self, samples: Samples) -> Samples:
-        """Once per cycle: keep, drop or pair samples."""
+    def select(self, advantages: Tensor, group_ids: Tensor) -> Tensor:
+        """Once per cycle, before the split into updates: which samples of the batch to keep.
+
+        int64 rows, each at most once, of advantages float64 [B] and group_ids int64 [B].
+        """
         ...
 
     def freeze(self, samples: Samples, velocities: Velocities, noise: Noise) -> TrainBatch:
@@ -329,7 +400,8 @@ class Policy(Protocol):
     """A loaded model: text in, velocity inside, pictures out. One file per family in `models/`."""
 
     device: torch.device
-    module: nn.Module  # the transformer that is trained
+    dtype: torch.dtype  # what the module computes in
+    module: nn.Module  # the transformer that is trained; on the host until its owner has prepared and placed it
     lora_targets: Sequence[str]  # name suffixes of the linear layers that LoRA adapts by default
     blocks: Sequence[type[nn.Module]]  # every block class: what is wrapped, compiled and checkpointed one by one
 
@@ -357,8 +429,8 @@ class Policy(Protocol):
         """uint8 pictures [B, H, W, 3] from final latents [B, ...]."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the whole trained module as the family's own library reads it."""
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write the module with the weights `state` as the family's own library reads it; nothing if it is empty."""
         ...
 
 
@@ -367,7 +439,7 @@ class PolicyConfig(Protocol):
     """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
 
     def load(self, device: torch.device) -> Policy:
-        """Read the weights. Raises `LoadError` for a missing or partial folder: never random weights in silence."""
+        """Read the weights, for computing on `device`. Raises `LoadError` for a missing or partial folder: never random weights in silence."""
         ...
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "flowrl"
 # Lower ranks know nothing of higher ones; packages of one rank do not know each other.
 RANKS = [
     {"config", "flow", "prompts"},
-    {"types"},
+    {"types", "device"},
     {"algorithms", "models", "distributed", "tiny"},
     {"data", "rollout", "rewards", "buffer", "tracking"},
     {"trainers", "preflight"},
@@ -25,7 +25,7 @@ HEAVY = {
     "hydra": {"cli"},
     "diffusers": {"models", "tiny"},
     "transformers": {"models", "tiny"},
-    "peft": {"distributed", "trainers"},
+    "peft": {"distributed"},
     "ray": {"distributed"},
     "wandb": {"tracking"},
     "tensorboard": {"tracking"},

@@ -42,11 +42,9 @@ class AlgorithmBase:
         if not isinstance(self.advantages, Advantages):
             raise ValueError(f"advantages must be flow.advantage.Advantages, got {self.advantages!r}.")
 
-    def select(self, samples: Samples) -> Samples:
+    def select(self, advantages: Tensor, group_ids: Tensor) -> Tensor:
         """All samples, or those with a non-zero advantage."""
-        if not self.drop_zero_advantage:
-            return samples
-        return samples.rows(samples.advantages.nonzero().squeeze(1))
+        return advantages.nonzero().squeeze(1) if self.drop_zero_advantage else torch.arange(len(advantages))
 
     @property
     def target_kl(self) -> float | None:

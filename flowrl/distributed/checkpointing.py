@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[type[nn.Module]]) -> None:
     """Recompute every block of these classes in the backward pass instead of keeping its activations.
 
-    The forward is replaced in place, so that parameter names stay as they are. Raises ValueError if no block is found.
+    The forward is replaced in place, so that parameter names stay as they are. Call it before sharding: FSDP then
+    gathers around the recomputation. Raises ValueError if no block is found.
     """
     found = [part for part in module.modules() if isinstance(part, tuple(blocks))]
     if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,18 +14,28 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flowrl.config import ConfigError, LoRA, Problem
+from flowrl.distributed.fsdp import assert_writable, full_tensor, is_first
 
 ADAPTER = "default"
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # diffusers' and peft's
 
 
-def train_fully(module: nn.Module) -> None:
-    """Every parameter trainable, masters in float32."""
-    module.float().requires_grad_(True)
+def train_fully(module: nn.Module, master_dtype: torch.dtype = torch.float32) -> None:
+    """Every parameter trainable, with masters in `master_dtype`; before or after sharding."""
+    if master_dtype != torch.float32:
+        warnings.warn(
+            f"actor.master_dtype={str(master_dtype).removeprefix('torch.')}: updates smaller than the rounding of a "
+            "weight are lost. Set it to float32 unless memory forbids.",
+            stacklevel=2,
+        )
+    nn.Module.to(module, master_dtype).requires_grad_(True)  # diffusers' own `to` warns of what we do on purpose
+    assert_boundary(module, "full")
 
 
 def add_lora(module: nn.Module, config: LoRA, default_targets: Sequence[str], seed: int) -> None:
     """Freeze `module` and add a float32 adapter to every linear layer whose name ends in one of the targets.
+
+    Call it before sharding, with the same `seed` on every rank: then the adapter is the same everywhere.
 
     Raises ConfigError for a target that matches no layer, and for a warm start that does not fit exactly.
     """
@@ -43,6 +54,23 @@ def add_lora(module: nn.Module, config: LoRA, default_targets: Sequence[str], se
         parameter.data = parameter.data.float()
     if config.warm_start is not None:
         load_adapter(module, Path(config.warm_start))
+    assert_boundary(module, "lora")
+
+
+def assert_boundary(module: nn.Module, mode: str) -> None:
+    """Raise RuntimeError unless exactly the right parameters are trained: adapters alone, in float32, or everything."""
+    trained = trainable(module)
+    if mode == "full":
+        wrong = [name for name, _ in module.named_parameters() if name not in trained]
+        why = "is frozen, and full training freezes nothing"
+    else:
+        adapter = {name for name, _ in module.named_parameters() if ".lora_" in name}
+        if not adapter:
+            raise RuntimeError("actor.mode=lora, but the model holds no adapter.")
+        wrong = sorted(adapter ^ trained.keys()) + [n for n, p in trained.items() if p.dtype != torch.float32]
+        why = "is wrong: with LoRA the base is frozen, and adapters are trained in float32"
+    if wrong:
+        raise RuntimeError(f"actor.mode={mode}: {wrong[0]} {why} ({len(wrong)} such parameters).")
 
 
 def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
@@ -89,11 +117,17 @@ def _saved_alpha(path: Path) -> float | None:
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:
-    """The adapter as `pipe.load_lora_weights(folder)` takes it; alpha goes into the metadata, else it is lost."""
+    """The adapter as `pipe.load_lora_weights(folder)` takes it; alpha goes into the metadata, else it is lost.
+
+    All ranks of a sharded module must call it; the first one writes.
+    """
+    assert_writable(module)
     settings = module.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr, index]
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
     about = json.dumps({f"transformer.{name}": value for name, value in plain.items()}, sort_keys=True)
-    tensors = {f"transformer.{name}": p.detach().cpu().contiguous() for name, p in adapter_tensors(module).items()}
+    tensors = {f"transformer.{name}": full_tensor(p).cpu().contiguous() for name, p in adapter_tensors(module).items()}
+    if not is_first(module):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         tensors,

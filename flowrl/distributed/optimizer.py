@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from flowrl.config import Optimizer
+from flowrl.distributed.fsdp import assert_writable
+from flowrl.distributed.lora import trainable
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    """AdamW on the float32 masters."""
-    return torch.optim.AdamW(
-        parameters,
+def make_optimizer(module: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+    """AdamW on the masters of all that is trained in `module`. A step while it is gathered raises RuntimeError."""
+    optimizer = torch.optim.AdamW(
+        trainable(module).values(),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
+    optimizer.register_step_pre_hook(lambda *_: assert_writable(module))
+    return optimizer
 
 
 def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,6 @@ class SD3:
             raise LoadError(
                 f"model.path={self.path}: not a complete Stable Diffusion 3 folder or Hub id: {reason}"
             ) from error
-        pipeline.transformer.to(device)
         pipeline.vae.to(device)
         return SD3Policy(self, pipeline, device)
 
@@ -106,6 +105,7 @@ class SD3Policy:
         self.config = config
         self.pipeline = pipeline
         self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.module: nn.Module = pipeline.transformer
         self.blocks: Sequence[type[nn.Module]] = (JointTransformerBlock,)
         self.embeddings = EmbeddingCache(config.cache_mb * 2**20)
@@ -201,7 +201,7 @@ class SD3Policy:
         return unconditional + conditions.guidance_scale * (conditional - unconditional)
 
     def _forward(self, sample: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
-        dtype = getattr(torch, self.config.dtype)
+        dtype = self.dtype
         # Autocast, not a cast of the inputs: master weights stay float32 and the timestep is never rounded.
         with torch.autocast(sample.device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = self.module(
@@ -226,9 +226,14 @@ class SD3Policy:
             pictures.append((pixels * 255).round().astype(np.uint8))
         return np.concatenate(pictures)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """`transformer/`, which `SD3Transformer2DModel.from_pretrained` reads."""
-        self.pipeline.transformer.save_pretrained(folder / "transformer")
+        if not state:
+            return
+        with torch.device("meta"):  # the module itself may be spread over ranks
+            whole = type(self.module).from_config(self.module.config)  # type: ignore[attr-defined]
+        whole.load_state_dict(state, strict=True, assign=True)
+        whole.save_pretrained(folder / "transformer")
 
 
 @dataclass

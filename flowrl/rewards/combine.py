@@ -69,12 +69,12 @@ def batch_advantages(groups: Sequence[ScoredGroup], weights: Mapping[str, float]
         advantages = _combine(chosen, {name: weight for name, weight in weights.items() if name in names}, combiner)
         start = 0
         for index, group in zip(members, chosen, strict=True):
-            parts[index] = advantages[start : start + len(group.sampled.trajectory)]
+            parts[index] = advantages[start : start + group.sampled.group.num_samples]
             start += len(parts[index])
     return torch.cat(parts)
 
 
 def _combine(groups: Sequence[ScoredGroup], weights: Mapping[str, float], combiner: Combiner) -> Tensor:
     rewards = {name: torch.from_numpy(np.concatenate([group.rewards[name] for group in groups])) for name in weights}
-    ids = torch.cat([group.sampled.trajectory.group_ids for group in groups])
+    ids = torch.cat([torch.full((g.sampled.group.num_samples,), g.sampled.group.ordinal) for g in groups])
     return combiner(rewards, weights, ids)

@@ -1,19 +1,18 @@
 """The main function of a reward worker's process.
 
-This module imports nothing but the standard library, so that the number of threads (one) is set before any numerical
+This module imports nothing beyond the standard library, so that the number of threads (one) is set before any numerical
 library reads it. And nothing that a worker imports should import torch, which costs 200 MB and seconds of start-up.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import signal
-import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
+
+from flowrl.distributed.launch.process import follow_parent
 
 if TYPE_CHECKING:
     from flowrl.types import Scorer
@@ -30,8 +29,7 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
     `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
     prompts: what it imports should not count against the time of the first request.
     """
-    os.setsid()  # Ctrl-C in the terminal is the parent's to handle; whatever a scorer starts can be killed with it
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    follow_parent()
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     try:
         connection.send(None)
@@ -64,11 +62,3 @@ def _load(name: str, pickled: bytes) -> Scorer:
         raise scoring.failure(name, "loading", error) from error
     scoring.load(name, scorer)
     return scorer
-
-
-def _follow_parent() -> None:
-    """End when the parent does, with all that a scorer has started: a busy worker would not notice the pipe's end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -29,7 +29,6 @@ from flowrl.rewards.scoring import Request, RewardError
 from flowrl.types import Scorer
 
 STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
-MAIN_SCRIPT = 'A worker imports the main script anew: put what that runs under `if __name__ == "__main__":`.'
 
 
 class Worker(Protocol):
@@ -112,7 +111,7 @@ class ProcessWorker:
             self._connection, theirs = context.Pipe()
             arguments = (theirs, pickle.dumps(Prompt), self._pickled)
             process = context.Process(target=serve, args=arguments, name=WORKER, daemon=True)
-            with _interrupts_blocked():
+            with interrupts_blocked():
                 process.start()
             self._process = process
             theirs.close()  # the process has its own; ours would hide its death
@@ -149,7 +148,7 @@ class ProcessWorker:
     def _kill(self) -> None:
         process, self._process, self._loaded = self._process, None, False
         if process is not None:
-            _kill_group(process)
+            kill_group(process)
             process.join()
 
     def _ask(self, request: Request | None, timeout_s: float, component: str, subject: str) -> np.ndarray | None:
@@ -161,7 +160,7 @@ class ProcessWorker:
 
         def expire() -> None:
             expired.set()
-            _kill_group(process)
+            kill_group(process)
 
         timer = threading.Timer(timeout_s, expire)
         timer.start()
@@ -172,7 +171,9 @@ class ProcessWorker:
         except (EOFError, OSError) as error:
             process.join(timeout=1)  # its own exit code, if it is about to have one
             self._kill()
-            cause = _epitaph(process.exitcode, expired.is_set(), timeout_s)
+            cause = f"the worker {epitaph(process.exitcode)}"
+            if expired.is_set():
+                cause = f"the worker did not answer within {timeout_s:g} s and was stopped"
             if subject == STARTING and process.exitcode == 1:
                 cause += f". {MAIN_SCRIPT}"
             raise RewardError(component, subject, cause) from error
@@ -183,36 +184,8 @@ class ProcessWorker:
         return answer
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """What is started here never sees SIGINT: until a worker has a session of its own, Ctrl-C would reach it, too."""
-    resource_tracker.ensure_running()  # else starting the process starts that first, which ends the blocking
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _kill_group(process: SpawnProcess) -> None:
-    """Kill the worker and whatever its scorers have started; before it has a group, the worker alone."""
-    if process.pid is not None:
-        with suppress(ProcessLookupError, PermissionError):  # the latter where a group holds only a zombie (macOS)
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-
-
 def _pickle(name: str, scorer: Scorer) -> bytes:
     try:
         return pickle.dumps(scorer)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise scoring.failure(name, "its way to a worker", error) from error
-
-
-def _epitaph(exitcode: int | None, expired: bool, timeout_s: float) -> str:
-    if expired:
-        return f"the worker did not answer within {timeout_s:g} s and was stopped"
-    if exitcode is not None and exitcode < 0:
-        guess = " (out of memory?)" if exitcode == -signal.SIGKILL else ""
-        return f"the worker was killed by {signal.Signals(-exitcode).name}{guess}"
-    return f"the worker ended with exit code {exitcode}"

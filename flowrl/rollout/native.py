@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flowrl.config import Sampler
+from flowrl.config import Config, Sampler
+from flowrl.distributed.offload import Offloader, training_state
 from flowrl.flow.noise import Noise
 from flowrl.rollout.denoise import Denoised, denoise
-from flowrl.types import Conditions, DivergedError, Group, Policy, SampledGroup, Trajectory
+from flowrl.types import Conditions, DivergedError, Drawn, Group, Policy, SampledGroup, Trajectory
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,21 @@ class Slot:
     group: Group
     row: int
     index: int
+
+
+@dataclass(frozen=True)
+class Native:
+    """`rollout.engine=native`: the denoising loop of this package, in the process that holds the policy."""
+
+    def open(self, run: Config, policy: Policy) -> NativeEngine:
+        """Samples with the module of `policy`."""
+        return NativeEngine(
+            policy,
+            run.sampler,
+            Noise.of(run.seed).child("rollout"),
+            run.rollout.batch_size,
+            deterministic=run.algorithm.needs.rollout == "ode",
+        )
 
 
 class NativeEngine:
@@ -52,6 +68,7 @@ class NativeEngine:
         schedule = sampler.schedule or policy.schedule()
         self.sigmas: Tensor = schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
         self._version = 0
+        self._offloader = Offloader(policy.device)
 
     @property
     def version(self) -> int:
@@ -65,10 +82,12 @@ class NativeEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Nothing to free: the module is shared with the trainer."""
+        """The module's weights wait on the host. Only for a module of one's own: a trainer has its own way."""
+        self._offloader.offload(training_state(self.policy.module))
 
     def wake(self) -> None:
-        """Nothing to load."""
+        """They come back."""
+        self._offloader.reload()
 
     def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
         """Every group, in order, as soon as its last sample is drawn."""
@@ -128,4 +147,5 @@ class NativeEngine:
 
     def _finish(self, group: Group, trajectory: Trajectory, conditions: Conditions, row: int) -> SampledGroup:
         images = self.policy.decode(trajectory.final_latents) if self.decode else None
-        return SampledGroup(group, trajectory, conditions.rows(torch.tensor([row])), images)
+        drawn = Drawn(trajectory, conditions.rows(torch.tensor([row])))
+        return SampledGroup.of(group, images, drawn)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.tracking.files import atomic_folder, remove_folder
-from flowrl.types import Rows, SampledGroup, ScoredGroup
+from flowrl.types import Drawn, Rows, Sampling, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,44 +71,43 @@ def write_group(folder: Path, scored: ScoredGroup, *, trajectories: bool) -> Non
         for slot, picture in enumerate(sampled.images):
             Image.fromarray(picture).save(folder / f"{slot}.png")
     if trajectories:
-        tensors = _tensors(sampled.trajectory, "") | _tensors(sampled.conditions, "conditions.")
+        drawn: Drawn = sampled.drawn.fetch()
+        tensors = _tensors(drawn.trajectory, "") | _tensors(drawn.conditions, "conditions.")
         save_file(tensors, folder / "trajectory.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest(scored), indent=2, ensure_ascii=False) + "\n")
 
 
 def manifest(scored: ScoredGroup) -> dict[str, Any]:
     """What `manifest.json` says of a group: plain values only."""
-    sampled, trajectory = scored.sampled, scored.sampled.trajectory
+    sampled, group, prompt = scored.sampled, scored.sampled.group, scored.sampled.group.prompt
     samples = [
         {
-            "id": sample_id,
+            "id": group.sample_id(slot),
             "slot": slot,
             "picture": None if sampled.images is None else f"{slot}.png",
             "rewards": {component: float(values[slot]) for component, values in scored.rewards.items()},
-            "policy_version": int(trajectory.policy_version[slot]),
-            "trained_steps": trajectory.step_index[slot].tolist(),
+            "policy_version": sampled.sampling.policy_version,
+            "trained_steps": list(sampled.sampling.step_index),
         }
-        for slot, sample_id in enumerate(trajectory.sample_ids)
+        for slot in range(group.num_samples)
     ]
-    group, prompt = sampled.group, sampled.group.prompt
     return {
         "ordinal": group.ordinal,
         "occurrence": group.occurrence,
         "prompt": {"id": prompt.id, "text": prompt.text, "target": prompt.target, "negative": prompt.negative},
-        "sampling": sampling(sampled),
+        "sampling": sampling(sampled.sampling),
         "samples": samples,
     }
 
 
-def sampling(sampled: SampledGroup) -> dict[str, Any]:
+def sampling(drawn: Sampling) -> dict[str, Any]:
     """How the group was sampled, and a fingerprint of it: another one means another sampler."""
-    trajectory = sampled.trajectory
     settings = {
-        "stochastic_steps": trajectory.step_index[0].tolist(),
-        "drawn_by": repr(trajectory.dynamics if trajectory.step_index.shape[1] else trajectory.solver),
-        "sigmas": trajectory.sigmas.tolist(),
-        "guidance_scale": sampled.conditions.guidance_scale,
-        "latent_shape": list(trajectory.final_latents.shape[1:]),
+        "stochastic_steps": list(drawn.step_index),
+        "drawn_by": drawn.drawn_by,
+        "sigmas": list(drawn.sigmas),
+        "guidance_scale": drawn.guidance_scale,
+        "latent_shape": list(drawn.latent_shape),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {"fingerprint": digest[:16], **settings}

@@ -5,33 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flowrl import config
 from flowrl.distributed.checkpointing import checkpoint_blocks
+from flowrl.distributed.fsdp import clip_grad_norm, full_state, shard
+from flowrl.distributed.offload import Offloader, training_state
 from flowrl.distributed.lora import add_lora, save_adapter, train_fully, trainable
 from flowrl.distributed.optimizer import learning_rate, make_optimizer
+from flowrl.distributed.ranks import num_ranks, sum_over_ranks
 from flowrl.distributed.snapshots import Snapshot
 from flowrl.flow.decay import FlowGRPODecay
 from flowrl.flow.noise import Noise
 from flowrl.tracking.metrics import Meter
+from flowrl.trainers.shares import Part, Share
 from flowrl.types import (
     Algorithm,
     Conditions,
     DivergedError,
+    Drawn,
+    Loss,
     Policy,
     Samples,
-    ScoredGroup,
     TrainBatch,
     Trajectory,
     Velocities,
     Velocity,
 )
 
-# Below it all rewards are equal: there is nothing to learn, and weight decay must not act.
-MIN_ADVANTAGE_VARIANCE = 1e-6
+
+class Progress(NamedTuple):
+    """Where training stands after a cycle."""
+
+    version: int  # cycles that changed the weights
+    num_updates: int
+    num_skips: int  # updates that were not finite
 
 
 class Actor:
@@ -64,88 +77,98 @@ class Actor:
         self.noise = noise
         self.total_updates = total_updates
         self.meter = meter
-        if settings.mode == "full":
-            train_fully(policy.module)
-        else:
-            add_lora(policy.module, settings.lora, policy.lora_targets, seed=noise.generator("lora").initial_seed())
-        if settings.gradient_checkpointing:
-            checkpoint_blocks(policy.module, policy.blocks)
+        self._prepare(policy.module)
         self.parameters = trainable(policy.module)
-        self.optimizer = make_optimizer(self.parameters.values(), settings.optimizer)
-        self.snapshots = {name: Snapshot(self.parameters) for name in algorithm.needs.snapshots}
+        self.optimizer = make_optimizer(policy.module, settings.optimizer)
+        self.snapshots = {name: Snapshot(policy.module) for name in algorithm.needs.snapshots}
         for name, decay in algorithm.needs.snapshots.items():
             if decay is None and settings.mode == "lora":
                 self.snapshots[name].zero()  # the base without its adapter, warm-started or not
-        self.ema = Snapshot(self.parameters) if average else None
+        self.ema = Snapshot(policy.module) if average else None
         self.ema_decay = FlowGRPODecay(settings.ema.decay)
         self.version = 0  # cycles that changed the weights
-        self.num_cycles = 0
         self.num_updates = 0
         self.num_skips = 0
         self._skips_in_a_row = 0
+        self._offloader = Offloader(policy.device)
+
+    def _prepare(self, module: nn.Module) -> None:
+        """Adapters, checkpointing, shards: in this order parameter names stay as they are."""
+        settings, policy = self.settings, self.policy
+        if settings.mode == "full":
+            train_fully(module, getattr(torch, settings.master_dtype))
+        else:
+            seed = self.noise.generator("lora").initial_seed()
+            add_lora(module, settings.lora, policy.lora_targets, seed=seed)
+        if settings.gradient_checkpointing:
+            checkpoint_blocks(module, policy.blocks)
+        if num_ranks() > 1:
+            mesh = init_device_mesh(policy.device.type, (num_ranks(),))
+            shard(module, policy.blocks, mesh, settings.fsdp, policy.dtype)
+        else:
+            module.to(policy.device)
 
     # ------------------------------------------------------------------------------------------ one cycle
 
-    def update(self, groups: Sequence[ScoredGroup], advantages: Tensor) -> None:
-        """One cycle: freeze on the present weights, then `num_updates_per_batch` disjoint updates.
-
-        Args:
-            groups: a complete batch.
-            advantages: float64 [B], in the order of the groups' samples.
+    def update(self, share: Share) -> Progress:
+        """One cycle: freeze on the present weights, then one update for each of the share's parts.
 
         Raises:
             DivergedError: after `max_skipped_updates` non-finite updates in a row.
         """
-        self.num_cycles += 1
-        if self._degenerate(advantages):
-            return
-        samples, conditions = self._gather(groups, advantages)
-        samples = self.algorithm.select(samples)  # never empty: advantages that vary are not all zero
-        self.meter.count("train/num_samples", len(samples))
-        parts = self._split(samples)
-        sizes = [len(part) for part in parts]
-        noise = self.noise.child("train", self.num_cycles)
+        samples, conditions = self._gather(share)
+        sizes = [len(part) for part in share.parts]
+        self.meter.count("train/num_samples", sum(len(part) - part.num_fillers for part in share.parts))
+        noise = self.noise.child("train", share.cycle)
         before = self.num_updates
         with torch.no_grad():
-            batch = self.algorithm.freeze(Samples.concat(parts), self._velocities(conditions, sizes), noise)
-        for size, update in zip(sizes, _slices(batch, sizes), strict=True):
+            batch = self.algorithm.freeze(samples, self._velocities(conditions, sizes), noise)
+        for part, update in zip(share.parts, _slices(batch, sizes), strict=True):
             with torch.no_grad():
-                update = self.algorithm.couple(update, self._velocities(conditions, [size]))
-            approx_kl = self._step(update, self._velocity(conditions))
+                update = self.algorithm.couple(update, self._velocities(conditions, [len(part)]))
+            approx_kl = self._step(part, update, self._velocity(conditions))
             if self.algorithm.target_kl is not None and approx_kl > self.algorithm.target_kl:
-                self.meter.count("train/target_kl_stops")
+                self.meter.gauge("train/target_kl_stops", 1.0)
                 break
         if self.num_updates > before:
             self.version += 1
             for name, decay in self.algorithm.needs.snapshots.items():
                 if decay is not None:
                     self.snapshots[name].blend(decay.at(self.num_updates))
-        self._report()
+        return Progress(self.version, self.num_updates, self.num_skips)
 
-    def _step(self, update: TrainBatch, velocity: Velocity) -> float:
+    def _step(self, part: Part, update: TrainBatch, velocity: Velocity) -> float:
         """One optimiser update over all its micro-batches. Returns the mean `approx_kl` (0 if the loss has none)."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
-        divergence = torch.zeros_like(total)
+        rows_per_sample = len(update) // len(part)
+        num_rows = rows_per_sample * part.num_samples
+        num_real = rows_per_sample * (len(part) - part.num_fillers)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.policy.device)  # loss, approx_kl
         for rows in torch.arange(len(update), device=self.policy.device).split(self.settings.micro_batch_size):
             loss = self.algorithm.loss(update.rows(rows), velocity)
-            value = loss.terms.sum() / len(update)
+            real = slice(max(0, min(len(rows), num_real - int(rows[0]))))
+            value = loss.terms[real].sum() / num_rows
             value.backward()
-            total += value.detach()
-            divergence += loss.means["approx_kl"].sum() / len(update) if "approx_kl" in loss.means else 0.0
-            self.meter.count("train/num_microbatches")
-            self.meter.count("train/num_rows", len(rows))
-            for name, values in loss.means.items():
-                self.meter.mean(f"train/{name}", values)
-            for name, values in loss.spreads.items():
-                self.meter.spread(f"train/{name}", values)
-        self._apply(total)
-        return float(divergence)
+            totals[0] += value.detach()
+            if "approx_kl" in loss.means:
+                totals[1] += loss.means["approx_kl"][real].sum() / num_rows
+            self._observe(loss, real)
+        totals = sum_over_ranks(totals)
+        self._apply(totals[0])
+        return float(totals[1])
+
+    def _observe(self, loss: Loss, real: slice) -> None:
+        self.meter.count("train/num_microbatches")
+        self.meter.count("train/num_rows", len(loss.terms[real]))
+        for name, values in loss.means.items():
+            self.meter.mean(f"train/{name}", values[real])
+        for name, values in loss.spreads.items():
+            self.meter.spread(f"train/{name}", values[real])
 
     def _apply(self, loss: Tensor) -> None:
-        """Clip and step, or skip an update whose loss or gradient is not finite."""
+        """Clip and step, or skip an update whose loss or gradient is not finite. All ranks see the same numbers."""
         optimizer = self.settings.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), optimizer.max_grad_norm)
+        norm = clip_grad_norm(self.parameters.values(), optimizer.max_grad_norm)
         if not bool(torch.isfinite(norm) & torch.isfinite(loss)):
             self._skip(f"loss {float(loss):.3g}, gradient norm {float(norm):.3g}")
             return
@@ -171,43 +194,19 @@ class Actor:
                 "actor.optimizer.lr, or raise actor.max_skipped_updates to go on for longer."
             )
 
-    def _degenerate(self, advantages: Tensor) -> bool:
-        """All rewards equal: skip the cycle whole, weight decay and momentum included."""
-        degenerate = bool(advantages.var(correction=0) < MIN_ADVANTAGE_VARIANCE)
-        self.meter.gauge("reward/degenerate", float(degenerate))
-        if degenerate:
-            self.num_skips += 1
-            self._report()
-        return degenerate
-
-    def _report(self) -> None:
-        self.meter.gauge("train/optimizer_steps", self.num_updates)
-        self.meter.gauge("train/optimizer_skips", self.num_skips)
-        self.meter.gauge("train/policy_version", self.version)
-
-    # ------------------------------------------------------------------------------------------ batches
-
-    def _gather(self, groups: Sequence[ScoredGroup], advantages: Tensor) -> tuple[Samples, Conditions]:
-        """The batch on the device; conditions one row per group."""
+    def _gather(self, share: Share) -> tuple[Samples, Conditions]:
+        """The share's samples on the device, part after part; conditions one row per group."""
         device = self.policy.device
-        trajectory = Trajectory.concat([group.sampled.trajectory for group in groups]).to(device)
-        first = groups[0].sampled.conditions
-        conditions = type(first).concat([group.sampled.conditions for group in groups]).to(device)
-        sizes = torch.tensor([len(group.sampled.trajectory) for group in groups])
-        rows = torch.arange(len(groups)).repeat_interleave(sizes).to(device)
-        return Samples(trajectory, advantages.to(device), rows), conditions
-
-    def _split(self, samples: Samples) -> list[Samples]:
-        """Whole groups in a keyed random order, in as many equal parts as there are updates."""
-        ids = samples.trajectory.group_ids
-        groups = torch.unique(ids)
-        groups = groups[self.noise.permutation(len(groups), "order", self.num_cycles).to(groups.device)]
-        parts = groups.tensor_split(min(self.algorithm.num_updates_per_batch, len(groups)))
-        place = {group: i for i, group in enumerate(groups.tolist())}
-        places = [place[group] for group in ids.tolist()]
-        ordered = samples.rows(torch.tensor(sorted(range(len(samples)), key=places.__getitem__)))
-        counts = [int(torch.isin(ids, part).sum()) for part in parts]
-        return [ordered.rows(rows) for rows in torch.arange(len(samples)).split(counts)]
+        groups: list[Drawn] = [handle.fetch() for handle in share.groups]
+        trajectory = Trajectory.concat([group.trajectory for group in groups])
+        conditions = type(groups[0].conditions).concat([group.conditions for group in groups]).to(device)
+        places = np.concatenate([part.groups for part in share.parts])
+        starts = np.cumsum([0] + [len(group.trajectory) for group in groups])
+        rows = torch.from_numpy(starts[places] + np.concatenate([part.slots for part in share.parts]))
+        advantages = torch.from_numpy(np.concatenate([part.advantages for part in share.parts]))
+        return Samples(
+            trajectory.rows(rows).to(device), advantages.to(device), torch.from_numpy(places).to(device)
+        ), conditions
 
     # ------------------------------------------------------------------------------------------ velocities
 
@@ -248,6 +247,18 @@ class Actor:
                 yield slice(first, min(first + self.settings.micro_batch_size, end))
             start = end
 
+    # ------------------------------------------------------------------------------------------ device memory
+
+    def offload(self) -> None:
+        """Free the device: parameters, optimiser state and snapshots wait on the host. Raises OffloadError."""
+        self.optimizer.zero_grad(set_to_none=True)
+        snapshots = self.snapshots | ({} if self.ema is None else {"ema": self.ema})
+        self._offloader.offload(training_state(self.policy.module, self.optimizer, snapshots))
+
+    def reload(self) -> None:
+        """Take everything back. Raises OffloadError, naming the tensor for which there is no room."""
+        self._offloader.reload()
+
     # ------------------------------------------------------------------------------------------ whose weights
 
     def behaviour(self) -> AbstractContextManager[None]:
@@ -260,12 +271,12 @@ class Actor:
         return nullcontext() if self.ema is None else self.ema.applied()
 
     def save(self, folder: Path) -> None:
-        """The evaluated weights: an adapter for `pipe.load_lora_weights`, or the whole module."""
+        """The evaluated weights: an adapter for `pipe.load_lora_weights`, or the whole module. All ranks must call."""
         with self.evaluation():
             if self.settings.mode == "lora":
                 save_adapter(self.policy.module, folder)
             else:
-                self.policy.save(folder)
+                self.policy.save(folder, full_state(self.policy.module))
 
 
 def _slices(batch: TrainBatch, samples_per_update: Sequence[int]) -> Iterator[TrainBatch]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from flowrl.config import Config, Evaluation
 from flowrl.data.group_sampler import fixed_groups
 from flowrl.data.prompts import load_prompts
-from flowrl.flow.noise import Noise
 from flowrl.rewards.pool import RewardPool
-from flowrl.rollout.native import NativeEngine
-from flowrl.types import Policy, ScoredGroup
+from flowrl.types import Group, SampledGroup, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,19 @@ class Evaluated:
 
 
 class Evaluator:
-    """The same prompts and the same starting noise every time, so that pictures can be compared one by one."""
+    """The same prompts and the same starting noise every time, so that pictures can be compared one by one.
 
-    def __init__(self, policy: Policy, run: Config, settings: Evaluation, rewards: RewardPool) -> None:
-        num_steps = run.sampler.num_steps if settings.num_steps is None else settings.num_steps
-        self.engine = NativeEngine(
-            policy,
-            replace(run.sampler, num_steps=num_steps),
-            Noise.of(settings.seed, "evaluation"),
-            run.rollout.batch_size,
-            deterministic=settings.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
-        )
+    Args:
+        run: whose `trainer.eval` says what is evaluated.
+        draw: draws groups with the weights and the sampler of evaluations, in any order.
+        rewards: scores them.
+    """
+
+    def __init__(
+        self, run: Config, draw: Callable[[Sequence[Group]], Iterator[SampledGroup]], rewards: RewardPool
+    ) -> None:
+        settings: Evaluation = run.trainer.eval
+        self.draw = draw
         self.rewards = rewards
         components = (settings.rewards or run.reward).components
         self.full_scores = {name: c.perfect for name, c in components.items() if c.perfect is not None}
@@ -55,14 +55,13 @@ class Evaluator:
             for name, path in settings.sets.items()
         }
 
-    def run(self, version: int) -> Evaluated:
-        """Draw and score every set with the module's present weights. Rollout 0: no step is drawn anew."""
-        self.engine.publish(version)
-        sets = {
-            name: list(self.rewards.stream(self.engine.generate(groups, rollout_id=0)))
-            for name, groups in self.sets.items()
-        }
+    def run(self) -> Evaluated:
+        """Draw and score every set with the present weights."""
+        sets = {name: self._scored(groups) for name, groups in self.sets.items()}
         return Evaluated(sets, self.full_scores)
+
+    def _scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        return sorted(self.rewards.stream(self.draw(groups)), key=lambda scored: scored.sampled.group.ordinal)
 
 
 def by_component(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from flowrl.config import Config
 from flowrl.tracking.artifacts import ArtifactStore
 from flowrl.tracking.files import atomic_folder
 from flowrl.tracking.loggers.base import RunInfo
-from flowrl.tracking.metrics import memory_metrics, reward_metrics
+from flowrl.tracking.metrics import reward_metrics
 from flowrl.tracking.pictures import before_after_sheet
 from flowrl.tracking.report import build_report
 from flowrl.tracking.summary import Summary
@@ -90,7 +90,7 @@ class Journal:
 
     def trained(self, step: int, batch: list[ScoredGroup], advantages: Tensor, scored: dict[str, float]) -> None:
         """A train batch and what it was worth. `scored` are the reward pool's totals up to now."""
-        ids = np.concatenate([group.sampled.trajectory.group_ids.numpy() for group in batch])
+        ids = np.repeat(*zip(*((g.sampled.group.ordinal, g.sampled.group.num_samples) for g in batch), strict=True))
         weights = self.run.reward.weights
         total = np.concatenate([sum(weights[name] * r for name, r in group.rewards.items()) for group in batch])
         self.metrics |= reward_metrics(by_component(batch), advantages, ids, total) | self._scoring(scored)
@@ -123,9 +123,8 @@ class Journal:
 
     def log(self, step: int, stages: Stages) -> None:
         """Hand the step's record to every logger."""
-        for name, value in memory_metrics(stages.device).items():
-            stages.meter.worst(name, value)
-        metrics = self.metrics | stages.meter.collect() | stages.timers.collect() | stages.buffer.accounting().metrics()
+        metrics = self.metrics | stages.actor.metrics() | stages.meter.collect() | stages.timers.collect()
+        metrics |= stages.buffer.accounting().metrics()
         self.tracker.log(step, metrics | _throughput(metrics))
         self.metrics = {}
 

@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from flowrl.buffer.memory import MemoryBuffer
-from flowrl.config import Config, Evaluation, Reward
+from flowrl.config import Config, Reward
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.data.prompts import load_prompts
+from flowrl.distributed.launch.base import Cluster, Remote, gather
+from flowrl.distributed.launch.inline import Inline
 from flowrl.flow.noise import Noise
 from flowrl.rewards.pool import RewardPool
-from flowrl.rollout.native import NativeEngine
+from flowrl.rollout.worker import RolloutWorker
 from flowrl.tracking.metrics import Meter, Timers
-from flowrl.trainers.actor import Actor
+from flowrl.device import choose_device, torch_settings
 from flowrl.trainers.evaluator import Evaluator
-from flowrl.types import Engine, Policy
+from flowrl.trainers.fleet import ActorFleet
+from flowrl.trainers.placement import actor_places, reward_places, rollout_places
+from flowrl.trainers.rollouts import Rollouts, SeparateRollouts, SharedRollouts
+from flowrl.trainers.worker import ActorWorker
 
 
 @dataclass(frozen=True)
 class Stages:
     """Prompts to weights, in the order that data flows."""
 
-    device: torch.device
-    policy: Policy
     data: GroupSampler
-    engine: Engine
+    rollouts: Rollouts
     rewards: RewardPool
     buffer: MemoryBuffer
-    actor: Actor
+    actor: ActorFleet
     evaluator: Evaluator
     meter: Meter
     timers: Timers
 
 
 @contextmanager
-def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterator[Stages]:
+def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
     """Load and warm everything before step 1; close worker processes at the end, whatever happened."""
-    device = choose_device(run)
-    noise = Noise.of(run.seed)
-    meter = Meter()
+    inline = isinstance(run.launcher, Inline)
+    meter, timers = Meter(), Timers(choose_device(run) if inline else None)
+    places = [*actor_places(run), *rollout_places(run), *reward_places(run)]
     with ExitStack() as closing:
         closing.enter_context(torch_settings(run))
-        # Reward processes load their models while this one loads the policy.
+        cluster = closing.enter_context(run.launcher.open(places))
+        # Reward processes load their models while the others load the policy.
         rewards = judges = _started(run.reward, closing)
-        if evaluation.rewards is not None:
-            judges = _started(evaluation.rewards, closing)
-        policy = run.model.load(device)
-        total_updates = total_steps * run.algorithm.num_updates_per_batch
-        actor = Actor(policy, run.algorithm, run.actor, noise, total_updates, meter, average=evaluation.use_ema)
-        engine = NativeEngine(
-            policy,
-            run.sampler,
-            noise.child("rollout"),
-            run.rollout.batch_size,
-            deterministic=run.algorithm.needs.rollout == "ode",
-        )
-        evaluator = Evaluator(policy, run, evaluation, judges)
+        if run.trainer.eval.rewards is not None:
+            judges = _started(run.trainer.eval.rewards, closing)
+        actors = _actors(run, cluster, total_steps * run.algorithm.num_updates_per_batch)
+        actor = ActorFleet(actors, run.algorithm, Noise.of(run.seed), meter)
+        rollouts = _rollouts(run, cluster, actor, meter)
         data = GroupSampler(
             load_prompts(run.data.train, run.data.target),
             run.data.train_batch_size,
@@ -69,23 +63,30 @@ def open_stages(run: Config, total_steps: int, evaluation: Evaluation) -> Iterat
         )
         rewards.warm()
         judges.warm()
-        yield Stages(device, policy, data, engine, rewards, run.buffer, actor, evaluator, meter, Timers(device))
+        rollouts.publish(0)
+        yield Stages(
+            data, rollouts, rewards, run.buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers
+        )
 
 
-@contextmanager
-def torch_settings(run: Config) -> Iterator[None]:
-    """`launcher.num_threads` and `deterministic` for the length of a run; the next one in this process has its own."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    if run.launcher.num_threads:
-        torch.set_num_threads(run.launcher.num_threads)
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+def _actors(run: Config, cluster: Cluster, total_updates: int) -> list[Remote[ActorWorker]]:
+    """Every rank, its model loaded and sharded."""
+    workers = [
+        cluster.start(place.name, partial(ActorWorker, run, total_updates, rank))
+        for rank, place in enumerate(actor_places(run))
+    ]
+    if len(workers) > 1:
+        address = workers[0].call(ActorWorker.host).result()
+        gather(workers, ActorWorker.join, [(address,)] * len(workers))
+    gather(workers, ActorWorker.load, [()] * len(workers))
+    return workers
+
+
+def _rollouts(run: Config, cluster: Cluster, actor: ActorFleet, meter: Meter) -> Rollouts:
+    if run.trainer.layout == "shared":
+        return SharedRollouts(actor)
+    names = [place.name for place in rollout_places(run)]
+    return SeparateRollouts(run, cluster, names, actor, meter)
 
 
 def _started(reward: Reward, closing: ExitStack) -> RewardPool:
@@ -93,10 +94,3 @@ def _started(reward: Reward, closing: ExitStack) -> RewardPool:
     closing.callback(pool.close)
     pool.start()
     return pool
-
-
-def choose_device(run: Config) -> torch.device:
-    """`device=auto` is CUDA where there is one."""
-    if run.device != "auto":
-        return torch.device(run.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

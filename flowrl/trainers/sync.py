@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from flowrl.config import Config, Evaluation, Problem
 from flowrl.rewards.combine import batch_advantages
+from flowrl.trainers import placement
 from flowrl.trainers.evaluator import Evaluated
 from flowrl.trainers.journal import Journal
+from flowrl.trainers.placement import LAYOUTS
 from flowrl.trainers.stages import Stages, open_stages
 from flowrl.types import DivergedError, ScoredGroup
 
@@ -18,7 +20,8 @@ class SyncTrainer:
 
     Args:
         total_steps: train batches.
-        layout: "shared": rollouts sample with the actor's own module, so there are no weights to publish.
+        layout: who samples. "shared": the actor's ranks, with their own modules, so there are no weights to publish.
+            "colocated": a process beside each rank, on the same GPU, in turns. "standalone": processes of their own.
         eval: held-out evaluation.
     """
 
@@ -31,15 +34,15 @@ class SyncTrainer:
         problems = []
         if self.total_steps < 1:
             problems.append(Problem("trainer.total_steps", f"must be at least 1, got {self.total_steps}."))
-        if self.layout != "shared":
-            problems.append(
-                Problem("trainer.layout", f"must be shared, got {self.layout!r}.", "Set trainer.layout=shared.")
-            )
+        if self.layout not in LAYOUTS:
+            problems.append(Problem("trainer.layout", f"must be {' or '.join(LAYOUTS)}, got {self.layout!r}."))
+        else:
+            problems.extend(placement.problems(run))
         return problems
 
     def fit(self, run: Config) -> None:
         """Train from the first step to the last and leave the report in the run folder."""
-        with Journal(run, self.total_steps) as journal, open_stages(run, self.total_steps, self.eval) as stages:
+        with Journal(run, self.total_steps) as journal, open_stages(run, self.total_steps) as stages:
             journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
             journal.log(0, stages)
             for step in range(1, self.total_steps + 1):
@@ -48,7 +51,8 @@ class SyncTrainer:
                     advantages = batch_advantages(batch, run.reward.weights, run.algorithm.advantages)
                     with stages.timers.phase("update"):
                         stages.actor.update(batch, advantages)
-                    stages.engine.publish(stages.actor.version)
+                    with stages.timers.phase("publish"):
+                        stages.rollouts.publish(stages.actor.version)
                 journal.trained(step, batch, advantages, stages.rewards.totals())
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
                     journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
@@ -64,11 +68,11 @@ class SyncTrainer:
         """A complete batch of scored groups; scoring overlaps generation."""
         groups = stages.data.next_batch()
         stages.buffer.submit(groups)
-        with stages.timers.phase("rollout"), stages.actor.behaviour():
-            for scored in stages.rewards.stream(stages.engine.generate(groups, rollout_id=step - 1)):
+        with stages.timers.phase("rollout"):
+            for scored in stages.rewards.stream(stages.rollouts.generate(groups, rollout_id=step - 1)):
                 stages.buffer.put(scored)
         return stages.buffer.take(len(groups))
 
     def _evaluate(self, stages: Stages) -> Evaluated:
-        with stages.timers.phase("eval"), stages.actor.evaluation():
-            return stages.evaluator.run(stages.actor.version)
+        with stages.timers.phase("eval"):
+            return stages.evaluator.run()

@@ -51,7 +51,7 @@ def test_ode_rollout_equals_the_pipeline(
     theirs = pipeline(**common, latents=start.clone(), output_type="latent").images
     pixels = pipeline(**common, latents=start.clone(), output_type="np").images
     assert theirs.abs().max() > 0.5
-    final = torch.cat([group.trajectory.final_latents for group in drawn])
+    final = torch.cat([group.drawn.fetch().trajectory.final_latents for group in drawn])
     torch.testing.assert_close(final, theirs, atol=1e-5, rtol=0)
     images = np.concatenate([group.images for group in drawn if group.images is not None])
     assert np.abs(images / 255 - pixels).max() <= 0.5 / 255 + 1e-5

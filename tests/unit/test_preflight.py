@@ -84,13 +84,27 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("actor.ema.decay", 1.0),
         ("actor.mode", "dora"),
         ("rollout.engine", "sglang"),
+        ("rollout.gather", "sometimes"),
+        ("rollout.num_workers", 0),
+        ("rollout.num_workers", 2),  # of layout shared
+        ("rollout.on_death", "restart"),  # of layout shared
+        ("actor.num_ranks", 0),
+        ("actor.num_ranks", 2),  # in one process
+        ("actor.master_dtype", "float16"),
+        ("actor.fsdp.reduce_dtype", "float64"),
+        ("actor.fsdp.load_wave_size", 0),
+        ("actor.fsdp.cpu_offload", True),  # of one rank
+        ("weight_sync.mode", "delta"),
+        ("weight_sync.transport", "rdma"),
+        ("weight_sync.wire_dtype", "float16"),
+        ("weight_sync.bucket_mb", 0),
+        ("weight_sync.timeout_s", 0.0),
         ("rollout.batch_size", 0),
         ("reward.timeout_s", 0.0),
         ("reward.num_workers", -1),
         ("actor.lora.init", "banana"),
         ("actor.lora.init", "pissa"),
         ("actor.lora.init", "olora"),
-        ("launcher.kind", "slurm"),
         ("device", "gpu"),
         ("data.target", "quote"),
         ("name", ""),
@@ -103,7 +117,7 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("trainer.eval.dynamics", "sde"),
         ("trainer.eval.sets.other", "no-such-file.txt"),
         ("trainer.total_steps", 0),
-        ("trainer.layout", "colocated"),
+        ("trainer.layout", "elsewhere"),
     ],
 )
 def test_impossible_values_are_named(base: DictConfig, key: str, value: Any) -> None:
@@ -128,6 +142,8 @@ def test_impossible_values_are_named(base: DictConfig, key: str, value: Any) -> 
         "algorithm",
         "trainer",
         "buffer",
+        "launcher",
+        "rollout.engine",
     ],
 )
 def test_a_component_of_the_wrong_kind_is_named(base: DictConfig, path: str) -> None:
@@ -355,3 +371,52 @@ def test_one_start_for_all_samples_needs_noise_on_the_way(base: DictConfig) -> N
     cfg = load_config(["algorithm=diffusion_nft", "sampler.same_latent=true"])
     with pytest.raises(ConfigError, match=r"sampler\.same_latent"):
         preflight(cfg)
+
+
+SPAWN = "flowrl.distributed.launch.spawn.Spawn"
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("actor.num_ranks", {"actor.num_ranks": 3}),  # 16 / 2 x 8 = 64 samples in each update
+        ("weight_sync.mode", {"trainer.layout": "standalone", "weight_sync.mode": "lora"}),  # of full training
+        ("weight_sync.mode", {"trainer.layout": "colocated", "weight_sync.mode": "merged"}),
+        ("weight_sync.mode", {"trainer.layout": "standalone", "weight_sync.mode": "full", "actor.mode": "lora"}),
+        ("weight_sync.transport", {"trainer.layout": "standalone", "weight_sync.transport": "cuda_ipc"}),
+        ("rollout.on_death", {"trainer.layout": "colocated", "rollout.on_death": "restart"}),
+        ("rollout.num_workers", {"trainer.layout": "colocated", "rollout.num_workers": 2}),
+        ("actor.fsdp.cpu_offload", {"actor.num_ranks": 2, "actor.mode": "lora", "actor.fsdp.cpu_offload": True}),
+    ],
+)
+def test_what_workers_cannot_do_is_named(base: DictConfig, key: str, values: dict[str, Any]) -> None:
+    base = copy.deepcopy(base)
+    base.launcher = {"_target_": SPAWN}
+    assert set(found(base, **values)) == {key}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"actor.num_ranks": 2},
+        {"actor.num_ranks": 4, "actor.mode": "lora", "trainer.layout": "colocated"},
+        {"trainer.layout": "standalone", "rollout.num_workers": 3, "rollout.on_death": "restart"},
+        {"trainer.layout": "standalone", "actor.mode": "lora", "weight_sync.mode": "merged"},
+        {"trainer.layout": "standalone", "weight_sync.transport": "object_store"},
+        {"actor.num_ranks": 2, "actor.fsdp.cpu_offload": True},
+    ],
+)
+def test_what_workers_can_do_passes(base: DictConfig, values: dict[str, Any]) -> None:
+    base = copy.deepcopy(base)
+    base.launcher = {"_target_": SPAWN}
+    assert found(base, **values) == {}
+
+
+def test_the_hint_for_ranks_names_numbers_that_divide(base: DictConfig) -> None:
+    base = copy.deepcopy(base)
+    base.launcher = {"_target_": SPAWN}
+    problem = found(base, **{"actor.num_ranks": 3})["actor.num_ranks"]
+    for hinted in ({"actor.num_ranks": 2}, {"actor.num_ranks": 4}):
+        assert found(base, **hinted) == {}
+    assert "2 or 4" in str(problem) and "data.num_samples_per_prompt=9" in str(problem)
+    assert found(base, **{"actor.num_ranks": 3, "data.num_samples_per_prompt": 9}) == {}

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flowrl.buffer.memory import AccountingError, MemoryBuffer
 from flowrl.prompts import Prompt
-from flowrl.types import Group, SampledGroup, ScoredGroup
+from flowrl.types import Group, InMemory, SampledGroup, Sampling, ScoredGroup
 
 
 def group(ordinal: int) -> Group:
@@ -20,7 +20,7 @@ def group(ordinal: int) -> Group:
 
 def scored(ordinal: int) -> ScoredGroup:
     """The buffer looks at nothing but the group."""
-    return ScoredGroup(SampledGroup(group(ordinal), cast("object", None), cast("object", None), None), {})  # type: ignore[arg-type]
+    return ScoredGroup(SampledGroup(group(ordinal), None, cast("Sampling", None), InMemory(None)), {})
 
 
 class Interleaving(RuleBasedStateMachine):

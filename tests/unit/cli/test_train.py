@@ -26,6 +26,7 @@ class Marker:
     """A trainer that only leaves a file, or ends another way, before or after its first metrics."""
 
     end: str = "well"
+    layout: str = "shared"
     eval: Evaluation = field(default_factory=Evaluation)
 
     def fit(self, run: Config) -> None:

@@ -10,7 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
 from flowrl.config import LoRA, Optimizer
-from flowrl.distributed.lora import add_lora, save_adapter, train_fully, trainable
+from flowrl.distributed.lora import add_lora, assert_boundary, save_adapter, train_fully, trainable
 from flowrl.distributed.optimizer import learning_rate
 from flowrl.distributed.snapshots import Snapshot
 from tests.support import tiny
@@ -77,9 +77,35 @@ def test_full_training_has_float32_masters(tiny_folder: Path) -> None:
     assert {p.dtype for p in parameters.values()} == {torch.float32}
 
 
+def test_other_masters_are_warned_of() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"actor\.master_dtype=bfloat16: updates smaller than the rounding"):
+        train_fully(layer, torch.bfloat16)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+def test_the_trainable_boundary_is_checked(tiny_folder: Path) -> None:
+    module = tiny.load(tiny_folder).module
+    with pytest.raises(RuntimeError, match="holds no adapter"):
+        assert_boundary(module, "lora")
+    train_fully(module)
+    module.proj_out.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"proj_out\.bias is frozen, and full training freezes nothing \(1 such"):
+        assert_boundary(module, "full")
+    policy = tiny.load(tiny_folder)
+    add_lora(policy.module, LoRA(rank=4), policy.lora_targets, seed=0)
+    policy.module.proj_out.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"proj_out\.bias is wrong: with LoRA the base is frozen"):
+        assert_boundary(policy.module, "lora")
+    policy.module.proj_out.bias.requires_grad_(False)
+    next(iter(trainable(policy.module).values())).data = torch.zeros(4, 32, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="adapters are trained in float32"):
+        assert_boundary(policy.module, "lora")
+
+
 def test_snapshot_swaps_and_restores_even_after_an_error() -> None:
     layer = nn.Linear(3, 2)
-    snapshot = Snapshot(trainable(layer))
+    snapshot = Snapshot(layer)
     saved = layer.weight.detach().clone()
     with torch.no_grad():
         layer.weight.add_(1)

@@ -11,7 +11,7 @@ import torch
 from flowrl.flow.dynamics.ode import ODE
 from flowrl.flow.solvers import Euler
 from flowrl.prompts import Prompt
-from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
+from flowrl.types import Conditions, Drawn, Group, SampledGroup, ScoredGroup, Trajectory
 
 
 def sampled_group(ordinal: int = 0, num_samples: int = 2, *, size: int = 8, **orders: Any) -> SampledGroup:
@@ -38,7 +38,7 @@ def sampled_group(ordinal: int = 0, num_samples: int = 2, *, size: int = 8, **or
         dynamics=ODE(),
         solver=Euler(),
     )
-    return SampledGroup(group, trajectory, Conditions(), images)
+    return SampledGroup.of(group, images, Drawn(trajectory, Conditions()))
 
 
 def scored_group(ordinal: int, rewards: Mapping[str, list[float]]) -> ScoredGroup:

@@ -16,7 +16,7 @@ from tests.support import tiny
 
 
 def joined(sampled: list) -> Trajectory:  # type: ignore[type-arg]
-    return Trajectory.concat([group.trajectory for group in sampled])
+    return Trajectory.concat([group.drawn.fetch().trajectory for group in sampled])
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 7, 12, 64])
@@ -38,8 +38,8 @@ def test_order_and_company_of_groups_do_not_matter(tiny_folder: Path) -> None:
     together = {s.group.ordinal: s for s in tiny.engine(policy, batch_size=3).generate(groups[::-1], 0)}
     for group in groups:
         (alone,) = tiny.engine(policy).generate([group], 0)
-        final = together[group.ordinal].trajectory.final_latents
-        torch.testing.assert_close(alone.trajectory.final_latents, final, atol=1e-5, rtol=0)
+        final = together[group.ordinal].drawn.fetch().trajectory.final_latents
+        torch.testing.assert_close(alone.drawn.fetch().trajectory.final_latents, final, atol=1e-5, rtol=0)
 
 
 def test_noise_is_bit_identical_in_any_batch(tiny_folder: Path) -> None:
@@ -59,10 +59,10 @@ def test_shared_start(tiny_folder: Path) -> None:
     sampler = tiny.sampler(steps=tiny.Window(size=2, low=0, high=2), same_latent=True)
     engine = tiny.engine(tiny.load(tiny_folder), sampler=sampler)
     first, second = engine.generate(tiny.groups(2, 3), 0)
-    start = first.trajectory.latents[:, 0]
+    start = first.drawn.fetch().trajectory.latents[:, 0]
     assert torch.equal(start[0], start[1]) and torch.equal(start[0], start[2])
-    assert not torch.equal(start[0], second.trajectory.latents[0, 0])
-    assert not torch.equal(first.trajectory.next_latents[0, 0], first.trajectory.next_latents[1, 0])
+    assert not torch.equal(start[0], second.drawn.fetch().trajectory.latents[0, 0])
+    assert not torch.equal(first.drawn.fetch().trajectory.next_latents[0, 0], first.drawn.fetch().trajectory.next_latents[1, 0])
 
 
 def test_groups_come_as_they_finish(tiny_folder: Path) -> None:
@@ -72,8 +72,8 @@ def test_groups_come_as_they_finish(tiny_folder: Path) -> None:
     first = next(stream)
     engine.publish(7)
     rest = list(stream)
-    assert first.trajectory.policy_version.tolist() == [0, 0, 0]
-    assert rest[-1].trajectory.policy_version.tolist() == [7, 7, 7]
+    assert first.drawn.fetch().trajectory.policy_version.tolist() == [0, 0, 0]
+    assert rest[-1].drawn.fetch().trajectory.policy_version.tolist() == [7, 7, 7]
     with pytest.raises(ValueError, match="older"):
         engine.publish(6)
 
@@ -94,8 +94,8 @@ def test_stored_transitions_chain(tiny_folder: Path) -> None:
 def test_deterministic_rollout_stores_only_the_end(tiny_folder: Path) -> None:
     engine = tiny.engine(tiny.load(tiny_folder), deterministic=True)
     (group,) = engine.generate(tiny.groups(1, 3), 0)
-    assert group.trajectory.latents.shape == (3, 0, 8, 8, 20)
-    assert group.trajectory.log_probs.shape == (3, 0)
+    assert group.drawn.fetch().trajectory.latents.shape == (3, 0, 8, 8, 20)
+    assert group.drawn.fetch().trajectory.log_probs.shape == (3, 0)
     assert group.images is not None and group.images.shape == (3, 32, 80, 3) and group.images.dtype == np.uint8
 
 

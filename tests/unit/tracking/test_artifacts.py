@@ -17,7 +17,7 @@ from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.flow.solvers import DPM2, Euler, Solver
 from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
-from flowrl.types import Conditions, Group, SampledGroup, ScoredGroup, Trajectory
+from flowrl.types import Conditions, Drawn, Group, Sampling, SampledGroup, ScoredGroup, Trajectory
 from tests.unit.tracking.test_files import kill_while_writing
 
 K, S = 3, 2
@@ -49,7 +49,7 @@ def scored(ordinal: int = 34, seed: int = 0, images: bool = True) -> ScoredGroup
     )
     pictures = np.random.default_rng(seed).integers(0, 256, (K, 32, 80, 3), dtype=np.uint8)
     conditions = Embeds(embeds=torch.randn(1, 12, 8, generator=generator), guidance_scale=4.5)
-    sampled = SampledGroup(group, trajectory, conditions, pictures if images else None)
+    sampled = SampledGroup.of(group, pictures if images else None, Drawn(trajectory, conditions))
     return ScoredGroup(sampled, {"ocr": np.array([0.0, 0.25, 1.0])})
 
 
@@ -67,11 +67,12 @@ def test_a_rollout_reads_back(tmp_path: Path) -> None:
         pictures = [np.asarray(Image.open(folder / sample["picture"])) for sample in told["samples"]]
         assert np.array_equal(pictures, group.sampled.images)
         tensors = load_file(folder / "trajectory.safetensors")
-        trajectory = group.sampled.trajectory
+        drawn: Drawn = group.sampled.drawn.fetch()
+        trajectory = drawn.trajectory
         for name in ("latents", "next_latents", "log_probs", "final_latents", "sigmas", "policy_version"):
             assert torch.equal(tensors[name], getattr(trajectory, name))
             assert tensors[name].dtype == getattr(trajectory, name).dtype
-        assert torch.equal(tensors["conditions.embeds"], group.sampled.conditions.embeds)
+        assert torch.equal(tensors["conditions.embeds"], drawn.conditions.embeds)
 
 
 def test_the_manifest_says_where_a_sample_comes_from() -> None:
@@ -90,26 +91,26 @@ def test_the_manifest_says_where_a_sample_comes_from() -> None:
 
 
 def test_the_fingerprint_changes_with_the_sampler_and_with_nothing_else() -> None:
-    sampled = scored(1, seed=0).sampled
+    drawn = scored(1, seed=0).sampled.drawn.fetch()
     others = [
-        replace(sampled, trajectory=replace(sampled.trajectory, dynamics=FlowSDE(noise_level=0.8))),
-        replace(sampled, trajectory=replace(sampled.trajectory, sigmas=torch.tensor([1.0, 0.7, 0.5, 0.0]))),
-        replace(sampled, conditions=replace(sampled.conditions, guidance_scale=1.0)),
+        replace(drawn, trajectory=replace(drawn.trajectory, dynamics=FlowSDE(noise_level=0.8))),
+        replace(drawn, trajectory=replace(drawn.trajectory, sigmas=torch.tensor([1.0, 0.7, 0.5, 0.0]))),
+        replace(drawn, conditions=replace(drawn.conditions, guidance_scale=1.0)),
     ]
     others += [
-        replace(sampled, trajectory=replace(sampled.trajectory, step_index=torch.tensor([[0, 1]] * K))),
-        deterministic(sampled, Euler()),
-        deterministic(sampled, DPM2()),
+        replace(drawn, trajectory=replace(drawn.trajectory, step_index=torch.tensor([[0, 1]] * K))),
+        deterministic(drawn, Euler()),
+        deterministic(drawn, DPM2()),
     ]
-    prints = {sampling(other)["fingerprint"] for other in [sampled, *others]}
+    prints = {sampling(Sampling.of(other))["fingerprint"] for other in [drawn, *others]}
     assert len(prints) == 7
-    assert sampling(scored(2, seed=9).sampled) == sampling(sampled)
+    assert sampling(scored(2, seed=9).sampled.sampling) == sampling(Sampling.of(drawn))
 
 
-def deterministic(sampled: SampledGroup, solver: Solver) -> SampledGroup:
+def deterministic(drawn: Drawn, solver: Solver) -> Drawn:
     """The same group as a rollout without stochastic steps leaves it."""
     none = torch.empty(K, 0, dtype=torch.int64)
-    return replace(sampled, trajectory=replace(sampled.trajectory, step_index=none, solver=solver))
+    return replace(drawn, trajectory=replace(drawn.trajectory, step_index=none, solver=solver))
 
 
 def test_only_the_newest_rollouts_stay(tmp_path: Path) -> None:

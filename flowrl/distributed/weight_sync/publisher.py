@@ -1,0 +1,275 @@
+"""The driver's side of publications. It holds no weights; the number of its calls does not depend on their size."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from flowrl.distributed.launch.base import Remote
+from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.weight_sync.checksum import Checksums, verify
+from flowrl.distributed.weight_sync.errors import AbortedError, PublishError, TransferError, some
+from flowrl.distributed.weight_sync.manifest import Manifest
+from flowrl.distributed.weight_sync.transports.base import Link, Meeting, Signals
+from flowrl.distributed.weight_sync.transports.broadcast import Broadcast
+from flowrl.distributed.weight_sync.transports.cuda_ipc import CudaIPC, match
+from flowrl.distributed.weight_sync.transports.parcels import Parcels
+
+Transport = Literal["local", "broadcast", "cuda_ipc", "object_store"]
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Publishes(Protocol):
+    """A worker of the actor: what a `Sender` does, with the weights that rollouts sample with."""
+
+    def plan(self, version: int) -> Manifest:
+        """`Sender.plan`; rank 0 alone is asked."""
+        ...
+
+    def send(self, manifest: Manifest, link: Link | None) -> Checksums | None:
+        """`Sender.send`."""
+        ...
+
+    def leave(self, manifest: Manifest) -> Iterator[tuple[Checksums, Tensor]]:
+        """`Sender.stream`; rank 0 alone is asked."""
+        ...
+
+    def device_identity(self) -> str:
+        """`cuda_ipc.identity` of its device."""
+        ...
+
+
+class Receives(Protocol):
+    """A rollout worker: what a `Receiver` does."""
+
+    def expect(self, manifest: Manifest) -> None:
+        """`Receiver.expect`."""
+        ...
+
+    def receive(self, manifest: Manifest, link: Link, engine: int) -> Checksums:
+        """`Receiver.receive`."""
+        ...
+
+    def commit(self) -> int:
+        """`Receiver.commit`. The version that it samples with from now on."""
+        ...
+
+    def drop(self) -> None:
+        """`Receiver.drop`."""
+        ...
+
+    def device_identity(self) -> str:
+        """`cuda_ipc.identity` of its device."""
+        ...
+
+
+A = TypeVar("A", bound=Publishes)
+E = TypeVar("E", bound=Receives)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a publication took."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    num_failures: int  # attempts before the one that succeeded
+    seconds: float  # all attempts
+
+    def metrics(self) -> dict[str, float]:
+        """By their names in the log."""
+        return {
+            "publish/version": self.version,
+            "publish/tensors": self.num_tensors,
+            "publish/bytes": self.num_bytes,
+            "publish/failures": self.num_failures,
+            "publish/seconds": self.seconds,
+        }
+
+
+class Publisher(Generic[A]):
+    """Brings versions from the trainer's ranks to engines: all engines commit, or none.
+
+    Args:
+        trainers: all ranks, rank 0 first.
+        transport: one that the placement of trainers and engines allows.
+        timeout_s: for one transfer; after it, it has failed.
+        grace_s: beyond that, for all parties to say so.
+        retries: further attempts after a transfer that failed.
+        host: this process's address as the workers reach it.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[Remote[A]],
+        transport: Transport,
+        *,
+        timeout_s: float = 600.0,
+        grace_s: float = 30.0,
+        retries: int = 1,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.trainers = trainers
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self.grace_s = grace_s
+        self.retries = retries
+        self.host = host
+        self.num_failures = 0
+        self._num_attempts = 0
+        self._store: TCPStore | None = None
+
+    def publish(self, version: int, engines: Sequence[Remote[E]]) -> Published:
+        """The trainer's present weights become `version` on every engine.
+
+        Raises:
+            PublishError: trainer and engine do not fit together, or the last attempt failed (`TransferError`). Every
+                engine keeps the version it has, unless copying into a module failed: see `Receiver.version`.
+            WorkerDied: of any worker; the others are as after a PublishError.
+        """
+        began = time.monotonic()
+        for failures in range(self.retries + 1):
+            try:
+                manifest = self._attempt(version, engines)
+            except TransferError as error:
+                self.num_failures += 1
+                if failures == self.retries:
+                    raise
+                log.warning("%s Version %d is published again.", error, version)
+            else:
+                sizes = len(manifest.entries), sum(entry.nbytes for entry in manifest.entries)
+                return Published(version, *sizes, failures, time.monotonic() - began)
+        raise AssertionError("unreachable")
+
+    def _attempt(self, version: int, engines: Sequence[Remote[E]]) -> Manifest:
+        try:
+            manifest = self._settle(self.trainers[:1], [self.trainers[0].call(_plan, version)])[0]
+            self._settle(engines, [engine.call(_expect, manifest) for engine in engines])
+            sent, received = self._transfer(manifest, engines)
+            names = [engine.name for engine in engines]
+            verify(manifest, sent, dict(zip(names, received, strict=True)))
+            committed = self._settle(engines, [engine.call(_commit) for engine in engines])
+        except BaseException:
+            wait([engine.call(_drop) for engine in engines], self.grace_s)
+            raise
+        if set(committed) != {version}:
+            raise PublishError(f"version {version} was committed as {sorted(set(committed))}.")
+        return manifest
+
+    # ------------------------------------------------------------------------------------------ transfer
+
+    def _transfer(self, manifest: Manifest, engines: Sequence[Remote[E]]) -> tuple[list[Checksums], list[Checksums]]:
+        """Checksums of the ranks that sent, and of the engines in their order."""
+        if self.transport in ("local", "object_store"):
+            return self._by_handles(manifest, engines)
+        link = self._link(engines)
+        sends = [trainer.call(_send, manifest, link) for trainer in self.trainers]
+        receives = [engine.call(_receive, manifest, link, i) for i, engine in enumerate(engines)]
+        parties: list[Remote[Any]] = [*self.trainers, *engines]
+        futures: list[Future[Any]] = [*sends, *receives]
+        self._settle(parties, futures, link.meeting)
+        return [sent for future in sends if (sent := future.result())], [future.result() for future in receives]
+
+    def _by_handles(self, manifest: Manifest, engines: Sequence[Remote[E]]) -> tuple[list[Checksums], list[Checksums]]:
+        parcels = self.trainers[0].stream(_leave, manifest)
+        helpers = [trainer.call(_send, manifest, None) for trainer in self.trainers[1:]]
+        sent, handles = Checksums.none(manifest), []
+        for checksums, handle in parcels:
+            sent += checksums
+            handles.append(handle)
+        self._settle(self.trainers[1:], helpers)
+        link = Parcels(tuple(handles))
+        receives = [engine.call(_receive, manifest, link, i) for i, engine in enumerate(engines)]
+        return [sent], self._settle(engines, receives)
+
+    def _link(self, engines: Sequence[Remote[E]]) -> Broadcast | CudaIPC:
+        """A fresh one for every attempt."""
+        self._num_attempts += 1
+        meeting = Meeting(self.host, self._open_store().port, f"publication/{self._num_attempts}", self.timeout_s)
+        if self.transport == "broadcast":
+            return Broadcast(meeting, len(engines))
+        ranks = self._settle(self.trainers, [trainer.call(_device) for trainer in self.trainers])
+        devices = self._settle(engines, [engine.call(_device) for engine in engines])
+        return CudaIPC(meeting, match(ranks, devices))
+
+    def _open_store(self) -> TCPStore:
+        if self._store is None:
+            self._store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+        return self._store
+
+    # ------------------------------------------------------------------------------------------ answers
+
+    def _settle(
+        self, remotes: Sequence[Remote[Any]], futures: Sequence[Future[T]], meeting: Meeting | None = None
+    ) -> list[T]:
+        """All answers, or the error that explains the others, once nobody works on the attempt any more."""
+        done, pending = wait(futures, self.timeout_s + self.grace_s, FIRST_EXCEPTION)
+        errors = [error for future in done if (error := future.exception()) is not None]
+        if not pending and not errors:
+            return [future.result() for future in futures]
+        if meeting is not None:
+            reason = str(errors[0]) if errors else "a party does not answer"
+            Signals(PrefixStore(meeting.key, self._open_store()), self.grace_s).fail(reason)
+        more, pending = wait(pending, self.grace_s)
+        errors += [error for future in more if (error := future.exception()) is not None]
+        if pending and not any(isinstance(error, WorkerDied) for error in errors):
+            stuck = [remote.name for remote, future in zip(remotes, futures, strict=True) if future in pending]
+            raise PublishError(f"{some(stuck)} does not answer; the publication was given up.") from root_of(errors)
+        raise root_of(errors) or PublishError("a publication was given up.")
+
+
+def root_of(errors: Sequence[BaseException]) -> BaseException | None:
+    """Deaths explain transfers that failed, and those explain the parties that gave up."""
+
+    def depth(error: BaseException) -> int:
+        kinds = (WorkerDied, AbortedError, TransferError)
+        return {WorkerDied: 0, TransferError: 2, AbortedError: 3}.get(
+            next((kind for kind in kinds if isinstance(error, kind)), BaseException), 1
+        )
+
+    return min(errors, key=depth, default=None)
+
+
+# ---------------------------------------------------------------------------------------------- in the workers
+# A `Remote` calls functions, and a protocol's methods have no body: these find the worker's own.
+
+
+def _plan(worker: Publishes, version: int) -> Manifest:
+    return worker.plan(version)
+
+
+def _send(worker: Publishes, manifest: Manifest, link: Link | None) -> Checksums | None:
+    return worker.send(manifest, link)
+
+
+def _leave(worker: Publishes, manifest: Manifest) -> Iterator[tuple[Checksums, Tensor]]:
+    return worker.leave(manifest)
+
+
+def _expect(worker: Receives, manifest: Manifest) -> None:
+    worker.expect(manifest)
+
+
+def _receive(worker: Receives, manifest: Manifest, link: Link, engine: int) -> Checksums:
+    return worker.receive(manifest, link, engine)
+
+
+def _commit(worker: Receives) -> int:
+    return worker.commit()
+
+
+def _drop(worker: Receives) -> None:
+    worker.drop()
+
+
+def _device(worker: Publishes | Receives) -> str:
+    return worker.device_identity()

@@ -1,0 +1,1 @@
+"""How the buckets of a version travel: one file for each way."""

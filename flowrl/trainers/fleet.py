@@ -1,0 +1,104 @@
+"""The actor as the driver sees it: all of its ranks as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from flowrl.distributed.launch.base import Remote, gather, merge
+from flowrl.flow.noise import Noise
+from flowrl.tracking.metrics import Meter
+from flowrl.trainers.shares import deal
+from flowrl.trainers.worker import ActorWorker
+from flowrl.types import Algorithm, Group, Handle, SampledGroup, ScoredGroup
+
+# Below it all rewards are equal: there is nothing to learn, and weight decay must not act.
+MIN_ADVANTAGE_VARIANCE = 1e-6
+
+
+class ActorFleet:
+    """Deals batches out to the ranks, which update together. It holds no weights and no trajectory."""
+
+    def __init__(
+        self, workers: Sequence[Remote[ActorWorker]], algorithm: Algorithm, noise: Noise, meter: Meter
+    ) -> None:
+        self.workers = workers
+        self.algorithm = algorithm
+        self.noise = noise
+        self.meter = meter
+        self.version = 0  # cycles that changed the weights
+        self.num_cycles = 0
+        self.num_updates = 0
+        self.num_degenerate = 0
+        self._num_skips = 0
+
+    def update(self, batch: Sequence[ScoredGroup], advantages: Tensor) -> None:
+        """One cycle on a complete batch; `advantages` float64 [B] in the order of the groups' samples.
+
+        Raises:
+            DivergedError: after `actor.max_skipped_updates` non-finite updates in a row.
+        """
+        self.num_cycles += 1
+        degenerate = bool(advantages.var(correction=0) < MIN_ADVANTAGE_VARIANCE)
+        self.meter.gauge("reward/degenerate", float(degenerate))
+        if degenerate:  # skip the cycle whole, weight decay and momentum included
+            self.num_degenerate += 1
+        else:
+            shares = deal(batch, advantages, self.algorithm, self.noise, self.num_cycles, len(self.workers))
+            progress = gather(self.workers, ActorWorker.update, [(share,) for share in shares])[0]
+            self.version, self.num_updates, self._num_skips = progress
+        self.meter.gauge("train/optimizer_steps", self.num_updates)
+        self.meter.gauge("train/optimizer_skips", self._num_skips + self.num_degenerate)
+        self.meter.gauge("train/policy_version", self.version)
+
+    def generate(self, groups: Sequence[Group], rollout_id: int, version: int) -> Iterator[SampledGroup]:
+        """Every group, in order of arrival, drawn by the ranks with their own modules (layout shared)."""
+        shares = self._in_step(groups)
+        streams = [
+            worker.stream(ActorWorker.generate, share, rollout_id, version)
+            for worker, share in zip(self.workers, shares, strict=True)
+        ]
+        return _once(merge(streams))
+
+    def evaluate(self, groups: Sequence[Group]) -> Iterator[SampledGroup]:
+        """Every group, in order of arrival, drawn with the weights and the sampler of evaluations."""
+        shares = self._in_step(groups)
+        streams = [
+            worker.stream(ActorWorker.evaluate, share, self.version)
+            for worker, share in zip(self.workers, shares, strict=True)
+        ]
+        return _once(merge(streams))
+
+    def metrics(self) -> dict[str, float]:
+        """What the ranks have collected since the last call."""
+        return gather(self.workers, ActorWorker.collect, [()] * len(self.workers))[0]
+
+    def save(self, folder: Path) -> None:
+        """The weights that are evaluated, into an existing folder on the host of rank 0."""
+        gather(self.workers, ActorWorker.save, [(folder,)] * len(self.workers))
+
+    def offload(self) -> None:
+        """Give the GPUs away: parameters and optimiser state go to the host until `reload`."""
+        gather(self.workers, ActorWorker.offload, [()] * len(self.workers))
+
+    def reload(self) -> None:
+        """Take them back."""
+        gather(self.workers, ActorWorker.reload, [()] * len(self.workers))
+
+    def _in_step(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Equally many groups for every rank, since sharded forwards are collectives: some may be drawn twice."""
+        num_ranks = len(self.workers)
+        padded = [*groups, *(groups[i % len(groups)] for i in range(-len(groups) % num_ranks))]
+        return [padded[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _once(drawn: Iterator[tuple[SampledGroup, Handle]]) -> Iterator[SampledGroup]:
+    """Each group once, with the handle of what was drawn: both drawings of a group are the same."""
+    seen: set[int] = set()
+    for sampled, handle in drawn:
+        if sampled.group.ordinal not in seen:
+            seen.add(sampled.group.ordinal)
+            yield replace(sampled, drawn=handle)

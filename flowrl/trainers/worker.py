@@ -1,0 +1,168 @@
+"""One rank of the actor: what runs in its process, or in the driver's own under `launcher=inline`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from flowrl.config import Config
+from flowrl.device import choose_device, settle_torch
+from flowrl.distributed.fsdp import fits_gathered, gathered
+from flowrl.distributed.launch.inline import Inline
+from flowrl.distributed.ranks import in_waves, num_ranks
+from flowrl.distributed.rendezvous import Address, join, listen
+from flowrl.distributed.weight_sync.checksum import Checksums
+from flowrl.distributed.weight_sync.manifest import Manifest
+from flowrl.distributed.weight_sync.sender import Sender
+from flowrl.distributed.weight_sync.transports.base import Link
+from flowrl.distributed.weight_sync.transports.cuda_ipc import identity
+from flowrl.flow.noise import Noise
+from flowrl.rollout.native import NativeEngine
+from flowrl.tracking.metrics import Meter, memory_metrics
+from flowrl.trainers import placement
+from flowrl.trainers.actor import Actor, Progress
+from flowrl.trainers.shares import Share
+from flowrl.types import Drawn, Engine, Group, InMemory, SampledGroup
+
+LEFT_BEHIND = InMemory(None)  # stands in a group whose `Drawn` travels beside it
+
+
+class ActorWorker:
+    """The policy, its optimiser, and the engines that sample with the policy's own module.
+
+    Nothing is loaded before `load`. All ranks must be asked for the same things in the same order: what they do with
+    sharded weights are collectives.
+    """
+
+    store: TCPStore  # of rank 0, where the others met
+    device: torch.device
+    actor: Actor
+    engine: Engine
+    judge: NativeEngine
+    sender: Sender
+
+    def __init__(self, run: Config, total_updates: int, rank: int) -> None:
+        self.run = run
+        self.total_updates = total_updates
+        self.rank = rank
+        self.meter = Meter()
+
+    # ------------------------------------------------------------------------------------------ beginning
+
+    def host(self) -> Address:
+        """Rank 0: open the store in which the ranks meet."""
+        self.store, address = listen(self.run.actor.timeout_s)
+        return address
+
+    def join(self, address: Address) -> None:
+        """Form the group of the ranks. All must be asked at once."""
+        place = self.store if self.rank == 0 else address
+        device = choose_device(self.run)
+        join(place, self.rank, self.run.actor.num_ranks, device, self.run.actor.timeout_s)
+
+    def load(self) -> None:
+        """Read the model, make it trainable, and spread it over the ranks."""
+        run, evaluation = self.run, self.run.trainer.eval
+        settle_torch(run)
+        self.device = choose_device(run)
+        noise = Noise.of(run.seed)
+        with in_waves(run.actor.fsdp.load_wave_size):
+            policy = run.model.load(self.device)
+            self.actor = Actor(
+                policy, run.algorithm, run.actor, noise, self.total_updates, self.meter, average=evaluation.use_ema
+            )
+        self.engine = run.rollout.engine.open(run, policy)
+        sync = run.weight_sync
+        self.sender = Sender(
+            policy.module,
+            placement.publication_mode(run),
+            wire_dtype=getattr(torch, sync.wire_dtype) if sync.wire_dtype else policy.dtype,
+            bucket_bytes=sync.bucket_mb * 1_000_000,
+            device=self.device,
+            rank=self.rank,
+        )
+        num_steps = run.sampler.num_steps if evaluation.num_steps is None else evaluation.num_steps
+        self.judge = NativeEngine(
+            policy,
+            replace(run.sampler, num_steps=num_steps),
+            Noise.of(evaluation.seed, "evaluation"),
+            run.rollout.batch_size,
+            deterministic=evaluation.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
+        )
+
+    # ------------------------------------------------------------------------------------------ drawing
+
+    def generate(self, groups: Sequence[Group], rollout_id: int, version: int) -> Iterator[tuple[SampledGroup, Drawn]]:
+        """The groups drawn with the weights that rollouts sample with, and what is to be trained on beside each."""
+        self.engine.publish(version)
+        with self.actor.behaviour(), self._whole():
+            for sampled in self.engine.generate(groups, rollout_id):
+                yield replace(sampled, drawn=LEFT_BEHIND), sampled.drawn.fetch()
+
+    def evaluate(self, groups: Sequence[Group], version: int) -> Iterator[tuple[SampledGroup, Drawn | None]]:
+        """The groups drawn with the weights and the sampler of evaluations. Rollout 0: no step is drawn anew.
+
+        Latents come along if they are to be kept (`artifacts.trajectories`).
+        """
+        self.judge.publish(version)
+        with self.actor.evaluation(), self._whole():
+            for sampled in self.judge.generate(groups, rollout_id=0):
+                kept = sampled.drawn.fetch() if self.run.artifacts.trajectories else None
+                yield replace(sampled, drawn=LEFT_BEHIND), kept
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """All blocks gathered once instead of in every forward, if there is room or the settings say so."""
+        module, gather = self.actor.policy.module, self.run.rollout.gather
+        if num_ranks() > 1 and (gather == "always" or (gather == "auto" and fits_gathered(module, self.device))):
+            return gathered(module)
+        return nullcontext()
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def update(self, share: Share) -> Progress:
+        """One cycle."""
+        return self.actor.update(share)
+
+    def collect(self) -> dict[str, float]:
+        """The metrics of all ranks since the last call."""
+        for name, value in memory_metrics(self.device).items():
+            self.meter.worst(name, value)
+        return self.meter.collect()
+
+    def save(self, folder: Path) -> None:
+        """Rank 0 writes the weights that are evaluated."""
+        self.actor.save(folder)
+
+    def offload(self) -> None:
+        """Parameters and optimiser state go to the host, and the device is free."""
+        self.actor.offload()
+
+    def reload(self) -> None:
+        """They come back."""
+        self.actor.reload()
+
+    # ------------------------------------------------------------------------------------------ publication
+
+    def plan(self, version: int) -> Manifest:
+        """See `Sender.plan`."""
+        return self.sender.plan(version)
+
+    def send(self, manifest: Manifest, link: Link | None) -> Checksums | None:
+        """Send the weights that rollouts sample with. See `Sender.send`."""
+        with self.actor.behaviour():
+            return self.sender.send(manifest, link)
+
+    def leave(self, manifest: Manifest) -> Iterator[tuple[Checksums, Tensor]]:
+        """The same, bucket by bucket, for the launcher to keep. See `Sender.stream`."""
+        with self.actor.behaviour():
+            yield from self.sender.stream(manifest, on_host=not isinstance(self.run.launcher, Inline))
+
+    def device_identity(self) -> str:
+        """What other processes on the rank's device call it, too."""
+        return identity(self.device)

@@ -1,0 +1,223 @@
+"""Publications between real processes: every transport and mode, sharded trainers, and every way to fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from flowrl.distributed.launch.base import Cluster, Place, Remote, gather
+from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.launch.inline import Inline
+from flowrl.distributed.launch.spawn import Spawn
+from flowrl.distributed.weight_sync.errors import PublishError, TransferError
+from flowrl.distributed.weight_sync.manifest import Mode
+from flowrl.distributed.weight_sync.publisher import Publisher, Transport
+from flowrl.distributed.weight_sync.transports.base import Meeting
+from flowrl.distributed.weight_sync.transports.cuda_ipc import match
+from tests.unit.distributed.weight_sync.workers import Engine, Trainer
+
+MODES: tuple[Mode, ...] = ("full", "lora", "merged")
+TRANSPORTS: tuple[Transport, ...] = ("broadcast", "cuda_ipc", "object_store")
+PLACES = ["actor-0", "actor-1", "rollout-0", "rollout-1"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Spawn(num_threads=1).open([Place(name) for name in PLACES]) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def trainers(cluster: Cluster) -> list[Remote[Trainer]]:
+    """One process: tests put another trainer into it."""
+    return [cluster.start("actor-0", partial(Trainer, "full"))]
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: Cluster) -> list[Remote[Engine]]:
+    return [cluster.start(name, Engine) for name in ("rollout-0", "rollout-1")]
+
+
+def become(worker: Any, make: partial[Any]) -> None:
+    """Another worker in the same process."""
+    worker.__dict__ = make().__dict__
+
+
+def versions(engines: Sequence[Remote[Engine]]) -> list[int]:
+    return gather(engines, Engine.version, [()] * len(engines))
+
+
+def assert_published(trainer: Remote[Trainer], engines: Sequence[Remote[Engine]]) -> None:
+    """Engines have, bit for bit, what the trainer was to publish."""
+    expected = trainer.call(Trainer.values).result()
+    for engine in engines:
+        got = engine.call(Engine.weights).result()
+        assert expected.keys() <= got.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_transport_brings_every_mode_to_all_engines(
+    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], mode: Mode
+) -> None:
+    trainers[0].call(become, partial(Trainer, mode)).result()
+    for number, transport in enumerate(TRANSPORTS, start=1):
+        gather(engines, become, [(partial(Engine, mode == "lora"),)] * 2)
+        published = Publisher(trainers, transport, timeout_s=20, retries=0).publish(number, engines)
+        assert versions(engines) == [number, number]
+        assert_published(trainers[0], engines)
+        assert published.num_tensors == {"full": 14, "lora": 8, "merged": 14}[mode]
+        assert published.metrics()["publish/failures"] == 0
+        assert published.num_bytes > 4096 or mode == "lora"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_needs_no_transport_but_memory(mode: Mode) -> None:
+    with Inline().open([Place("actor-0"), Place("rollout-0")]) as cluster:
+        trainers = [cluster.start("actor-0", partial(Trainer, mode))]
+        engines = [cluster.start("rollout-0", partial(Engine, mode == "lora"))]
+        Publisher(trainers, "local").publish(5, engines)
+        assert versions(engines) == [5]
+        assert_published(trainers[0], engines)
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+@pytest.fixture
+def plain(trainers: list[Remote[Trainer]], engines: list[Remote[Engine]]) -> list[dict[str, Tensor]]:
+    """Everything as at the start, and the engines' weights then."""
+    trainers[0].call(become, partial(Trainer, "full")).result()
+    gather(engines, become, [(partial(Engine),)] * 2)
+    return [engine.call(Engine.weights).result() for engine in engines]
+
+
+def assert_untouched(engines: Sequence[Remote[Engine]], before: Sequence[dict[str, Tensor]]) -> None:
+    assert versions(engines) == [0] * len(engines)
+    for engine, old in zip(engines, before, strict=True):
+        assert all(torch.equal(value, old[name]) for name, value in engine.call(Engine.weights).result().items())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_flipped_bit_is_caught_and_named_and_repaired_by_another_attempt(
+    trainers: list[Remote[Trainer]],
+    engines: list[Remote[Engine]],
+    plain: list[dict[str, Tensor]],
+    transport: Transport,
+) -> None:
+    engines[1].call(Engine.inject, "flip").result()
+    with pytest.raises(TransferError, match=r"rollout-1 received 0\.down\.weight not as"):
+        Publisher(trainers, transport, timeout_s=20, retries=0).publish(1, engines)
+    assert_untouched(engines, plain)
+    engines[1].call(Engine.inject, "flip").result()
+    published = Publisher(trainers, transport, timeout_s=20, retries=1).publish(2, engines)
+    assert (published.num_failures, versions(engines)) == (1, [2, 2])
+    assert_published(trainers[0], engines)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_that_fails_is_the_error_and_stops_the_others_at_once(
+    trainers: list[Remote[Trainer]],
+    engines: list[Remote[Engine]],
+    plain: list[dict[str, Tensor]],
+    transport: Transport,
+) -> None:
+    engines[0].call(Engine.inject, "raise").result()
+    began = time.monotonic()
+    with pytest.raises(MemoryError, match="no room for bucket 1"):
+        Publisher(trainers, transport, timeout_s=60).publish(1, engines)
+    assert time.monotonic() - began < 20  # gloo lingers for 5 s over what a peer has not read
+    assert_untouched(engines, plain)
+    Publisher(trainers, transport, timeout_s=20).publish(2, engines)  # all parties are free again
+    assert versions(engines) == [2, 2]
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "cuda_ipc"])
+def test_an_engine_that_is_stuck_is_an_error_in_time(
+    trainers: list[Remote[Trainer]],
+    engines: list[Remote[Engine]],
+    plain: list[dict[str, Tensor]],
+    transport: Transport,
+) -> None:
+    engines[0].call(Engine.inject, "hang").result()
+    began = time.monotonic()
+    with pytest.raises(PublishError, match=r"rollout-0 does not answer") as caught:
+        Publisher(trainers, transport, timeout_s=0.5, grace_s=0.5).publish(1, engines)
+    assert time.monotonic() - began < 3
+    assert "weight_sync.timeout_s" in str(caught.value.__cause__)
+    assert_untouched(engines, plain)  # once it has come back
+
+
+def test_what_does_not_fit_is_refused_before_any_transfer(
+    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], plain: list[dict[str, Tensor]]
+) -> None:
+    engines[1].call(become, partial(Engine, True)).result()
+    publisher = Publisher(trainers, "broadcast")
+    with pytest.raises(PublishError, match="holds LoRA"):
+        publisher.publish(1, engines)
+    assert publisher.num_failures == 0  # trying again would be pointless
+    assert_untouched(engines[:1], plain[:1])
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "cuda_ipc"])
+def test_an_engine_that_dies_is_named_and_can_be_replaced(
+    cluster: Cluster,
+    trainers: list[Remote[Trainer]],
+    engines: list[Remote[Engine]],
+    plain: list[dict[str, Tensor]],
+    transport: Transport,
+) -> None:
+    engines[1].call(Engine.inject, "die").result()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"rollout-1 .*SIGKILL"):
+        Publisher(trainers, transport, timeout_s=60).publish(1, engines)
+    assert time.monotonic() - began < 20
+    assert_untouched(engines[:1], plain[:1])
+    engines[1] = cluster.start("rollout-1", Engine)
+    Publisher(trainers, transport, timeout_s=20).publish(2, engines)
+    assert versions(engines) == [2, 2]
+    assert_published(trainers[0], engines)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    with pytest.raises(TransferError, match="does not answer"):
+        Meeting("127.0.0.1", 1, "key", 0.5).join()
+
+
+def test_engines_are_matched_by_device() -> None:
+    assert match(["GPU a", "GPU b"], ["GPU b", "GPU a"]) == (1, 0)
+    assert match(["GPU a"], ["GPU a", "GPU a"]) == (0, 0)
+    assert match(["host", "host"], ["host", "host"]) == (0, 1)
+    with pytest.raises(PublishError, match="engine 1 is on GPU c, where no trainer rank is"):
+        match(["GPU a", "GPU b"], ["GPU a", "GPU c"])
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+def test_sharded_trainers(cluster: Cluster, trainers: list[Remote[Trainer]], engines: list[Remote[Engine]]) -> None:
+    """Two FSDP ranks: buckets are gathered by both, whoever sends, and a failure leaves neither of them hanging."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [trainers[0], cluster.start("actor-1", partial(Trainer, "full", 1))]
+    gather(ranks, Trainer.join, [(store.port, rank, 2) for rank in (0, 1)])
+    for mode in ("full", "merged"):
+        gather(ranks, become, [(partial(Trainer, mode, rank),) for rank in (0, 1)])
+        gather(ranks, Trainer.shard, [()] * 2)
+        gather(engines, become, [(partial(Engine),)] * 2)
+        expected = Trainer(mode).values()
+        for version, transport in enumerate(TRANSPORTS, start=1):
+            engines[0].call(Engine.inject, "raise").result()
+            with pytest.raises(MemoryError):
+                Publisher(ranks, transport, timeout_s=20).publish(9, engines)
+            Publisher(ranks, transport, timeout_s=20).publish(version, engines)
+            assert versions(engines) == [version, version]
+            for engine in engines:
+                got = engine.call(Engine.weights).result()
+                assert all(torch.equal(got[name], value) for name, value in expected.items())
