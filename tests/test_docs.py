@@ -61,15 +61,16 @@ def test_the_readme_names_every_option() -> None:
 
 
 def commands() -> list[list[str]]:
-    """The arguments of every `python -m flowrl` in the README's shell blocks."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """The arguments of every `python -m flowrl` in the shell blocks of README and docs."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     calls = [shlex.split(line, comments=True) for line in lines if "python -m flowrl" in line]
     return [call[call.index("flowrl") + 1 :] for call in calls]
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)
-def test_the_commands_of_the_readme_compose(arguments: list[str]) -> None:
+def test_the_documented_commands_compose(arguments: list[str]) -> None:
     if "-m" in arguments:
         assert len(load_sweep([argument for argument in arguments if argument != "-m"])) == 3
     else:

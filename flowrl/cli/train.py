@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from flowrl.cli.compose import load_config, load_sweep
 from flowrl.cli.help import help_text
 from flowrl.config import ConfigError, Problem
-from flowrl.rewards.process import WORKER
+from flowrl.distributed.launch.process import WORKER
+from flowrl.rewards.process import WORKER as REWARD_WORKER
 
 
 class Failure(Exception):
@@ -39,14 +40,14 @@ class Terminated(KeyboardInterrupt):
 def train(cfg: DictConfig) -> Path:
     """Check `cfg`, train to the end and return the run folder. A run that is already finished is left as it is.
 
-    Reward workers import the main script anew, so a script calls this under `if __name__ == "__main__":`.
+    Worker processes import the main script anew, so a script calls this under `if __name__ == "__main__":`.
 
     Raises:
         ConfigError: with everything that is wrong, before anything is written; or later, if only the loaded model can
             tell. The latter, and every other error of the run, has a note about what the run folder holds.
         LoadError, RewardError, DivergedError: the model or a reward failed, or training has come to nothing.
     """
-    if multiprocessing.current_process().name == WORKER:
+    if multiprocessing.current_process().name.startswith((REWARD_WORKER, WORKER)):
         raise RuntimeError(
             'the main script starts a run when it is imported: put that under `if __name__ == "__main__":`'
         )
@@ -171,7 +172,11 @@ def _check_points(points: list[DictConfig]) -> None:
 
 def _run(cfg: DictConfig) -> None:
     """Train, and say what it came to and where it lies. Raises Failure if the model cannot be read or the run fails."""
+    from flowrl.distributed.launch.failures import PlacementError, WorkerDied
+    from flowrl.distributed.offload import OffloadError
+    from flowrl.distributed.weight_sync.errors import PublishError
     from flowrl.rewards.scoring import RewardError
+    from flowrl.rollout.checks import EngineError
     from flowrl.tracking.console import Terminal, print_summary
     from flowrl.tracking.summary import FILENAME, Summary
     from flowrl.types import DivergedError, LoadError
@@ -181,7 +186,7 @@ def _run(cfg: DictConfig) -> None:
             folder = train(cfg)
     except LoadError as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 2) from error
-    except (RewardError, DivergedError) as error:
+    except (RewardError, DivergedError, WorkerDied, PlacementError, PublishError, OffloadError, EngineError) as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 1) from error
     if (folder / FILENAME).exists():
         print_summary(Terminal(), Summary.read(folder), folder)

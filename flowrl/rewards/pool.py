@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Self
@@ -17,7 +17,10 @@ from flowrl import config
 from flowrl.rewards.combine import Component
 from flowrl.rewards.scoring import Request, RewardError
 from flowrl.rewards.worker import InlineWorker, ProcessWorker, Worker
-from flowrl.types import SampledGroup, ScoredGroup
+from flowrl.types import SampledGroup, ScoredGroup, Scorer
+
+MakeWorker = Callable[[int, Mapping[str, Scorer], float, float], Worker]
+"""A worker's number, the scorers by name, `timeout_s` and `load_timeout_s` -> the worker, not yet started."""
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class RewardPool:
         timeout_s: for one component on one group; a worker that takes longer is killed and replaced.
         retries: further attempts after a failure of whatever kind, on a new worker if the old one was lost.
         load_timeout_s: for a worker to import and load its components.
+        make_worker: where they run, if not in spawned processes of this host: `remote.OnCluster`.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RewardPool:
         timeout_s: float = 120.0,
         retries: int = 2,
         load_timeout_s: float = 600.0,
+        make_worker: MakeWorker | None = None,
     ) -> None:
         self._components = dict(components)
         self._retries = retries
@@ -51,18 +56,19 @@ class RewardPool:
         self._totals = defaultdict[str, float](float, samples=0, seconds=0, retries=0)
         self._lock = threading.Lock()
         scorers = {name: component.scorer for name, component in components.items()}
-        self._workers: list[Worker] = [
-            ProcessWorker(scorers, timeout_s, load_timeout_s) for _ in range(num_workers)
-        ] or [InlineWorker(scorers)]
+        make = make_worker or _spawned
+        self._workers = [make(index, scorers, timeout_s, load_timeout_s) for index in range(num_workers)] or [
+            InlineWorker(scorers)
+        ]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers, "flowrl-reward") if num_workers else None
 
     @classmethod
-    def from_config(cls, reward: config.Reward) -> Self:
+    def from_config(cls, reward: config.Reward, make_worker: MakeWorker | None = None) -> Self:
         """The pool of the `reward` section."""
-        return cls(reward.components, reward.num_workers, reward.timeout_s, reward.retries)
+        return cls(reward.components, reward.num_workers, reward.timeout_s, reward.retries, make_worker=make_worker)
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +166,10 @@ class RewardPool:
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:
             self._totals[name] += amount
+
+
+def _spawned(index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float) -> Worker:
+    return ProcessWorker(scorers, timeout_s, load_timeout_s)
 
 
 def _request(component: str, sampled: SampledGroup) -> Request:

@@ -1,7 +1,8 @@
 """The main function of a reward worker's process.
 
-This module imports nothing beyond the standard library, so that the number of threads (one) is set before any numerical
-library reads it. And nothing that a worker imports should import torch, which costs 200 MB and seconds of start-up.
+This module, and what it imports, needs nothing but the standard library, so that the number of threads (one) is set
+before any numerical library reads it. And nothing that a worker imports should import torch, which costs 200 MB and
+seconds of start-up.
 """
 
 from __future__ import annotations

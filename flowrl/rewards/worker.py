@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import os
 import pickle
-import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from flowrl.distributed.launch.process import MAIN_SCRIPT, epitaph, interrupts_blocked, kill_group
 from flowrl.prompts import Prompt
 from flowrl.rewards import scoring
 from flowrl.rewards.process import WORKER, serve
 from flowrl.rewards.scoring import Request, RewardError
-from flowrl.types import Scorer
+
+if TYPE_CHECKING:
+    from flowrl.types import Scorer
 
 STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
+TIMED_OUT = "the worker did not answer within {:g} s and was stopped"
 
 
 class Worker(Protocol):
@@ -171,9 +171,7 @@ class ProcessWorker:
         except (EOFError, OSError) as error:
             process.join(timeout=1)  # its own exit code, if it is about to have one
             self._kill()
-            cause = f"the worker {epitaph(process.exitcode)}"
-            if expired.is_set():
-                cause = f"the worker did not answer within {timeout_s:g} s and was stopped"
+            cause = TIMED_OUT.format(timeout_s) if expired.is_set() else f"the worker {epitaph(process.exitcode)}"
             if subject == STARTING and process.exitcode == 1:
                 cause += f". {MAIN_SCRIPT}"
             raise RewardError(component, subject, cause) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,17 @@ from typing import Protocol
 
 from flowrl.config import Config
 from flowrl.distributed.launch.base import Cluster, Remote, WorkerDied, gather
+from flowrl.distributed.weight_sync.publisher import Publisher
 from flowrl.rollout.worker import RolloutWorker
 from flowrl.tracking.metrics import Meter
 from flowrl.trainers.fleet import ActorFleet
-from flowrl.trainers.placement import publication_mode
-from flowrl.trainers.publisher import Publisher
+from flowrl.trainers.placement import publication_mode, transport
 from flowrl.types import Group, SampledGroup
+
+
+GRACE_S = 10.0  # for all parties of a publication that has failed to say so
+
+log = logging.getLogger(__name__)
 
 
 class Rollouts(Protocol):
@@ -62,13 +68,16 @@ class SeparateRollouts:
         self.names = names
         self.actor = actor
         self.meter = meter
-        self.version = 0
+        self.version = -1  # nothing has been published yet
         self.num_restarts = 0
         self._turns = run.trainer.layout == "colocated"
         self._lock = threading.Lock()
         self.workers = [self._start(name) for name in names]
         gather(self.workers, RolloutWorker.load, [()] * len(names))
-        self.publisher = Publisher(run, actor.workers, meter)
+        sync = run.weight_sync
+        self.publisher = Publisher(
+            actor.workers, transport(run), timeout_s=sync.timeout_s, retries=sync.retries, grace_s=GRACE_S
+        )
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(names))
 
@@ -81,8 +90,14 @@ class SeparateRollouts:
         """See `Rollouts`. Raises PublishError once the retries are used up; all workers then hold the old version."""
         if self._turns:
             gather(self.workers, RolloutWorker.wake, [()] * len(self.workers))
-        self.publisher.publish(version, self.workers)
-        self.version = version
+        while self.version != version:
+            try:
+                published = self.publisher.publish(version, self.workers)
+                self.version = version
+                for name, value in published.metrics().items():
+                    self.meter.gauge(name, value)
+            except WorkerDied as death:
+                self._replace(death)
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
 
@@ -124,19 +139,22 @@ class SeparateRollouts:
                     arrived.put(replace(sampled, drawn=handle))
             except WorkerDied as death:
                 with self._lock:
-                    self._replace(index, death)
+                    self._replace(death)
+                    self.publisher.publish(self.version, [self.workers[index]])
                 todo.append(list(left.values()))
 
-    def _replace(self, index: int, death: WorkerDied) -> None:
-        """Another process in its place, with the version that all have. Raises `death` if that is not the policy."""
-        if self.run.rollout.on_death == "stop" or self.num_restarts >= self.run.rollout.max_restarts:
+    def _replace(self, death: WorkerDied) -> None:
+        """Another process in its place, without weights yet. Raises `death` if that is not the policy."""
+        may_restart = self.run.rollout.on_death == "restart" and self.num_restarts < self.run.rollout.max_restarts
+        if not may_restart or death.worker not in self.names:
             raise death
         self.num_restarts += 1
         self.meter.count("rollout/restarts")
+        log.warning("%s; it is replaced (%d of %d)", death, self.num_restarts, self.run.rollout.max_restarts)
+        index = self.names.index(death.worker)
         self.workers[index].close()
         self.workers[index] = self._start(self.names[index])
         self.workers[index].call(RolloutWorker.load).result()
-        self.publisher.publish(self.version, [self.workers[index]])
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from flowrl.device import choose_device, settle_torch
 from flowrl.distributed.fsdp import fits_gathered, gathered
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.ranks import in_waves, num_ranks
-from flowrl.distributed.rendezvous import Address, join, listen
+from flowrl.distributed.rendezvous import Address, Backend, connect, join, open_store
 from flowrl.distributed.weight_sync.checksum import Checksums
 from flowrl.distributed.weight_sync.manifest import Manifest
 from flowrl.distributed.weight_sync.sender import Sender
@@ -57,14 +57,15 @@ class ActorWorker:
 
     def host(self) -> Address:
         """Rank 0: open the store in which the ranks meet."""
-        self.store, address = listen(self.run.actor.timeout_s)
+        self.store, address = open_store(self.run.actor.timeout_s)
         return address
 
     def join(self, address: Address) -> None:
         """Form the group of the ranks. All must be asked at once."""
-        place = self.store if self.rank == 0 else address
-        device = choose_device(self.run)
-        join(place, self.rank, self.run.actor.num_ranks, device, self.run.actor.timeout_s)
+        settings, on_gpu = self.run.actor, choose_device(self.run).type == "cuda"
+        store = self.store if self.rank == 0 else connect(address, settings.timeout_s)
+        backend: Backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        join(store, self.rank, settings.num_ranks, backend, settings.timeout_s)
 
     def load(self) -> None:
         """Read the model, make it trainable, and spread it over the ranks."""
@@ -142,6 +143,7 @@ class ActorWorker:
     def offload(self) -> None:
         """Parameters and optimiser state go to the host, and the device is free."""
         self.actor.offload()
+        self.meter.worst("perf/mem_offloaded_gb", memory_metrics(self.device)["perf/mem_allocated_gb"])
 
     def reload(self) -> None:
         """They come back."""

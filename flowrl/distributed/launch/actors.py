@@ -158,7 +158,7 @@ class InObjectStore:
             raise KeyError(f"{self.reference} is gone with the connection to Ray")
         try:
             packed: Packed = ray.get(self.reference)
-        except ray.exceptions.ObjectLostError as error:
+        except (ray.exceptions.ObjectLostError, ValueError) as error:  # the latter: of another connection
             raise KeyError(str(error)) from error
         return packed.unpack()
 

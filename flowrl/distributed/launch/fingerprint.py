@@ -20,19 +20,19 @@ class Fingerprint:
     python: str
     torch: str
 
-    @classmethod
-    def own(cls) -> Fingerprint:
-        """Of this process."""
-        digest = hashlib.sha256()
-        for path in sorted(PACKAGE.rglob("*.py")):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
-            digest.update(content)
-        return cls(digest.hexdigest()[:12], platform.python_version(), metadata.version("torch"))
-
     def differences(self, other: Fingerprint) -> Iterator[str]:
         """`torch 2.12.0 instead of 2.13.0`, for each thing in which `other` differs."""
         for name, mine in vars(self).items():
             theirs = vars(other)[name]
             if theirs != mine:
                 yield f"{name} {theirs} instead of {mine}"
+
+
+def own_fingerprint() -> Fingerprint:
+    """Of this process."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return Fingerprint(digest.hexdigest()[:12], platform.python_version(), metadata.version("torch"))

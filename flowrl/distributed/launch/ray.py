@@ -18,7 +18,7 @@ from flowrl.config import Config, Problem
 from flowrl.distributed.launch.actors import RayCluster
 from flowrl.distributed.launch.base import Cluster, Launcher, Place
 from flowrl.distributed.launch.failures import PlacementError
-from flowrl.distributed.launch.fingerprint import Fingerprint
+from flowrl.distributed.launch.fingerprint import own_fingerprint
 from flowrl.distributed.launch.placement import Bundle, arrange, share_of_cores, too_many_gpus
 
 
@@ -60,10 +60,10 @@ class Ray(Launcher):
         own = not connected and self.address is None
         with nullcontext() if connected else self._connected(bundles):
             group = _reserve(bundles, self.start_timeout_s)
-            if not own:
-                _check_code(group)
             cluster = RayCluster(group, seats, self._environment(len(places), own))
             try:
+                if not own:
+                    _check_code(group)
                 yield cluster
             finally:
                 cluster.close()
@@ -137,7 +137,7 @@ def _reserve(bundles: Sequence[Bundle], timeout_s: float) -> Any:
     ]
     raise PlacementError(
         f"Ray had no room for {len(bundles)} workers within {timeout_s:g} s (launcher.start_timeout_s): they need "
-        f"{' and '.join(needs)}, on hosts that have {_largest(bundles)} for one worker"
+        f"{' and '.join(needs)}; the largest needs {_largest(bundles)} on one host"
     )
 
 
@@ -152,9 +152,9 @@ def _check_code(group: Any) -> None:
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    mine = Fingerprint.own()
+    mine = own_fingerprint()
     task = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": {"PYTHONPATH": _python_path()}})(
-        Fingerprint.own
+        own_fingerprint
     )
     for node in sorted(set(placement_group_table(group)["bundles_to_node_id"].values())):
         here = NodeAffinitySchedulingStrategy(node, soft=False)

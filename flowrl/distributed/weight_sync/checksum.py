@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl.distributed.weight_sync.errors import TransferError, some
 from flowrl.distributed.weight_sync.manifest import Manifest, Piece
 
-CHUNK = 1 << 22  # words at a time: bounds the memory, and fits a GPU's cache
+CHUNK = 1 << 20  # words at a time: bounds the memory, and fits a cache
 WORD = 4  # bytes
 MASK = (1 << 64) - 1
 
@@ -44,7 +44,7 @@ class Checksum:
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._num_entries = len(manifest.entries)
         self._device = device
-        self._weights = _weights(min(CHUNK, -(-manifest.bucket_bytes // WORD)), device)
+        self._weights = _weights(min(CHUNK, manifest.bucket_size(0) // WORD), device)
 
     @torch.no_grad()
     def of(self, bucket: int, pieces: Sequence[Piece], data: Tensor) -> Checksums:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from flowrl.distributed.launch.base import Remote
 from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.rendezvous import Address, open_store
 from flowrl.distributed.weight_sync.checksum import Checksums, verify
 from flowrl.distributed.weight_sync.errors import AbortedError, PublishError, TransferError, some
 from flowrl.distributed.weight_sync.manifest import Manifest
@@ -105,7 +106,7 @@ class Publisher(Generic[A]):
         timeout_s: for one transfer; after it, it has failed.
         grace_s: beyond that, for all parties to say so.
         retries: further attempts after a transfer that failed.
-        host: this process's address as the workers reach it.
+        host: this process's address as the workers reach it; None looks it up.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Publisher(Generic[A]):
         timeout_s: float = 600.0,
         grace_s: float = 30.0,
         retries: int = 1,
-        host: str = "127.0.0.1",
+        host: str | None = None,
     ) -> None:
         self.trainers = trainers
         self.transport = transport
@@ -126,7 +127,7 @@ class Publisher(Generic[A]):
         self.host = host
         self.num_failures = 0
         self._num_attempts = 0
-        self._store: TCPStore | None = None
+        self._served: tuple[TCPStore, Address] | None = None
 
     def publish(self, version: int, engines: Sequence[Remote[E]]) -> Published:
         """The trainer's present weights become `version` on every engine.
@@ -194,17 +195,19 @@ class Publisher(Generic[A]):
     def _link(self, engines: Sequence[Remote[E]]) -> Broadcast | CudaIPC:
         """A fresh one for every attempt."""
         self._num_attempts += 1
-        meeting = Meeting(self.host, self._open_store().port, f"publication/{self._num_attempts}", self.timeout_s)
+        _, address = self._store()
+        meeting = Meeting(address.host, address.port, f"publication/{self._num_attempts}", self.timeout_s)
         if self.transport == "broadcast":
             return Broadcast(meeting, len(engines))
         ranks = self._settle(self.trainers, [trainer.call(_device) for trainer in self.trainers])
         devices = self._settle(engines, [engine.call(_device) for engine in engines])
         return CudaIPC(meeting, match(ranks, devices))
 
-    def _open_store(self) -> TCPStore:
-        if self._store is None:
-            self._store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-        return self._store
+    def _store(self) -> tuple[TCPStore, Address]:
+        """Served from the first need on, for all publications."""
+        if self._served is None:
+            self._served = open_store(self.timeout_s, self.host)
+        return self._served
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -218,7 +221,8 @@ class Publisher(Generic[A]):
             return [future.result() for future in futures]
         if meeting is not None:
             reason = str(errors[0]) if errors else "a party does not answer"
-            Signals(PrefixStore(meeting.key, self._open_store()), self.grace_s).fail(reason)
+            store, _ = self._store()
+            Signals(PrefixStore(meeting.key, store), self.grace_s).fail(reason)
         more, pending = wait(pending, self.grace_s)
         errors += [error for future in more if (error := future.exception()) is not None]
         if pending and not any(isinstance(error, WorkerDied) for error in errors):
@@ -231,10 +235,11 @@ def root_of(errors: Sequence[BaseException]) -> BaseException | None:
     """Deaths explain transfers that failed, and those explain the parties that gave up."""
 
     def depth(error: BaseException) -> int:
-        kinds = (WorkerDied, AbortedError, TransferError)
-        return {WorkerDied: 0, TransferError: 2, AbortedError: 3}.get(
-            next((kind for kind in kinds if isinstance(error, kind)), BaseException), 1
-        )
+        if isinstance(error, WorkerDied):
+            return 0
+        if isinstance(error, AbortedError):
+            return 3
+        return 2 if isinstance(error, TransferError) else 1
 
     return min(errors, key=depth, default=None)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from flowrl.distributed.rendezvous import Address, connect
 from flowrl.distributed.weight_sync.errors import AbortedError, TransferError
 from flowrl.distributed.weight_sync.manifest import Manifest
 
 FAILED = "failed"
+CONNECT_S = 30.0
 POLL_S = (0.0002, 0.005)  # the first pause between two looks at the store, and the longest
 
 
@@ -92,12 +95,19 @@ class Meeting:
     timeout_s: float
 
     def join(self) -> Signals:
-        """Connect. Raises TransferError if the store does not answer."""
+        """Raises TransferError if the store does not answer."""
         try:
-            store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+            store = connection(self.host, self.port)
         except DistError as error:
             raise TransferError(f"the driver's store at {self.host}:{self.port} does not answer: {error}") from error
+        store.set_timeout(timedelta(seconds=self.timeout_s))
         return Signals(PrefixStore(self.key, store), self.timeout_s)
+
+
+@lru_cache(maxsize=1)
+def connection(host: str, port: int) -> TCPStore:
+    """To the store of this run, once in a process: torch looks up a name for every connection, which can be slow."""
+    return connect(Address(host, port), CONNECT_S)
 
 
 class Signals:

@@ -183,5 +183,5 @@ def _rebuild(function: Callable[..., Tensor], arguments: tuple[Any, ...], device
     if function is not rebuild_cuda_tensor:
         return function(*arguments)
     call = inspect.signature(rebuild_cuda_tensor).bind(*arguments)
-    call.arguments["storage_device"] = device.index
+    call.arguments["storage_device"] = torch.cuda.current_device() if device.index is None else device.index
     return function(*call.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from flowrl.distributed.launch.spawn import Spawn
 from flowrl.distributed.weight_sync.errors import PublishError, TransferError
 from flowrl.distributed.weight_sync.manifest import Mode
 from flowrl.distributed.weight_sync.publisher import Publisher, Transport
+from flowrl.distributed.weight_sync.transports import base
 from flowrl.distributed.weight_sync.transports.base import Meeting
 from flowrl.distributed.weight_sync.transports.cuda_ipc import match
 from tests.unit.distributed.weight_sync.workers import Engine, Trainer
@@ -45,6 +46,26 @@ def engines(cluster: Cluster) -> list[Remote[Engine]]:
     return [cluster.start(name, Engine) for name in ("rollout-0", "rollout-1")]
 
 
+class Using(Protocol):
+    """A publisher with these settings; there is one store for all."""
+
+    def __call__(
+        self, trainers: Sequence[Remote[Trainer]], transport: Transport, **settings: float
+    ) -> Publisher[Trainer]: ...
+
+
+@pytest.fixture(scope="module")
+def using(trainers: list[Remote[Trainer]]) -> Using:
+    publisher = Publisher(trainers, "broadcast", host="127.0.0.1")
+
+    def configured(trainers: Sequence[Remote[Trainer]], transport: Transport, **settings: float) -> Publisher[Trainer]:
+        vars(publisher).update({"timeout_s": 20.0, "grace_s": 30.0, "retries": 0, "num_failures": 0}, **settings)
+        publisher.trainers, publisher.transport = trainers, transport
+        return publisher
+
+    return configured
+
+
 def become(worker: Any, make: partial[Any]) -> None:
     """Another worker in the same process."""
     worker.__dict__ = make().__dict__
@@ -65,12 +86,12 @@ def assert_published(trainer: Remote[Trainer], engines: Sequence[Remote[Engine]]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transport_brings_every_mode_to_all_engines(
-    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], mode: Mode
+    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], using: Using, mode: Mode
 ) -> None:
     trainers[0].call(become, partial(Trainer, mode)).result()
     for number, transport in enumerate(TRANSPORTS, start=1):
         gather(engines, become, [(partial(Engine, mode == "lora"),)] * 2)
-        published = Publisher(trainers, transport, timeout_s=20, retries=0).publish(number, engines)
+        published = using(trainers, transport).publish(number, engines)
         assert versions(engines) == [number, number]
         assert_published(trainers[0], engines)
         assert published.num_tensors == {"full": 14, "lora": 8, "merged": 14}[mode]
@@ -110,14 +131,15 @@ def test_a_flipped_bit_is_caught_and_named_and_repaired_by_another_attempt(
     trainers: list[Remote[Trainer]],
     engines: list[Remote[Engine]],
     plain: list[dict[str, Tensor]],
+    using: Using,
     transport: Transport,
 ) -> None:
     engines[1].call(Engine.inject, "flip").result()
     with pytest.raises(TransferError, match=r"rollout-1 received 0\.down\.weight not as"):
-        Publisher(trainers, transport, timeout_s=20, retries=0).publish(1, engines)
+        using(trainers, transport).publish(1, engines)
     assert_untouched(engines, plain)
     engines[1].call(Engine.inject, "flip").result()
-    published = Publisher(trainers, transport, timeout_s=20, retries=1).publish(2, engines)
+    published = using(trainers, transport, retries=1).publish(2, engines)
     assert (published.num_failures, versions(engines)) == (1, [2, 2])
     assert_published(trainers[0], engines)
 
@@ -127,15 +149,16 @@ def test_an_engine_that_fails_is_the_error_and_stops_the_others_at_once(
     trainers: list[Remote[Trainer]],
     engines: list[Remote[Engine]],
     plain: list[dict[str, Tensor]],
+    using: Using,
     transport: Transport,
 ) -> None:
     engines[0].call(Engine.inject, "raise").result()
     began = time.monotonic()
     with pytest.raises(MemoryError, match="no room for bucket 1"):
-        Publisher(trainers, transport, timeout_s=60).publish(1, engines)
-    assert time.monotonic() - began < 20  # gloo lingers for 5 s over what a peer has not read
+        using(trainers, transport, timeout_s=60).publish(1, engines)
+    assert time.monotonic() - began < 20
     assert_untouched(engines, plain)
-    Publisher(trainers, transport, timeout_s=20).publish(2, engines)  # all parties are free again
+    using(trainers, transport).publish(2, engines)  # all parties are free again
     assert versions(engines) == [2, 2]
 
 
@@ -144,22 +167,23 @@ def test_an_engine_that_is_stuck_is_an_error_in_time(
     trainers: list[Remote[Trainer]],
     engines: list[Remote[Engine]],
     plain: list[dict[str, Tensor]],
+    using: Using,
     transport: Transport,
 ) -> None:
     engines[0].call(Engine.inject, "hang").result()
     began = time.monotonic()
     with pytest.raises(PublishError, match=r"rollout-0 does not answer") as caught:
-        Publisher(trainers, transport, timeout_s=0.5, grace_s=0.5).publish(1, engines)
+        using(trainers, transport, timeout_s=0.5, grace_s=0.5).publish(1, engines)
     assert time.monotonic() - began < 3
     assert "weight_sync.timeout_s" in str(caught.value.__cause__)
     assert_untouched(engines, plain)  # once it has come back
 
 
 def test_what_does_not_fit_is_refused_before_any_transfer(
-    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], plain: list[dict[str, Tensor]]
+    trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], plain: list[dict[str, Tensor]], using: Using
 ) -> None:
     engines[1].call(become, partial(Engine, True)).result()
-    publisher = Publisher(trainers, "broadcast")
+    publisher = using(trainers, "broadcast", retries=1)
     with pytest.raises(PublishError, match="holds LoRA"):
         publisher.publish(1, engines)
     assert publisher.num_failures == 0  # trying again would be pointless
@@ -172,21 +196,23 @@ def test_an_engine_that_dies_is_named_and_can_be_replaced(
     trainers: list[Remote[Trainer]],
     engines: list[Remote[Engine]],
     plain: list[dict[str, Tensor]],
+    using: Using,
     transport: Transport,
 ) -> None:
     engines[1].call(Engine.inject, "die").result()
     began = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rollout-1 .*SIGKILL"):
-        Publisher(trainers, transport, timeout_s=60).publish(1, engines)
+        using(trainers, transport, timeout_s=60).publish(1, engines)
     assert time.monotonic() - began < 20
     assert_untouched(engines[:1], plain[:1])
     engines[1] = cluster.start("rollout-1", Engine)
-    Publisher(trainers, transport, timeout_s=20).publish(2, engines)
+    using(trainers, transport).publish(2, engines)
     assert versions(engines) == [2, 2]
     assert_published(trainers[0], engines)
 
 
-def test_a_store_that_is_gone_is_an_error() -> None:
+def test_a_store_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "CONNECT_S", 0.5)
     with pytest.raises(TransferError, match="does not answer"):
         Meeting("127.0.0.1", 1, "key", 0.5).join()
 
@@ -202,7 +228,9 @@ def test_engines_are_matched_by_device() -> None:
 # ---------------------------------------------------------------------------------------------- several ranks
 
 
-def test_sharded_trainers(cluster: Cluster, trainers: list[Remote[Trainer]], engines: list[Remote[Engine]]) -> None:
+def test_sharded_trainers(
+    cluster: Cluster, trainers: list[Remote[Trainer]], engines: list[Remote[Engine]], using: Using
+) -> None:
     """Two FSDP ranks: buckets are gathered by both, whoever sends, and a failure leaves neither of them hanging."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [trainers[0], cluster.start("actor-1", partial(Trainer, "full", 1))]
@@ -215,9 +243,10 @@ def test_sharded_trainers(cluster: Cluster, trainers: list[Remote[Trainer]], eng
         for version, transport in enumerate(TRANSPORTS, start=1):
             engines[0].call(Engine.inject, "raise").result()
             with pytest.raises(MemoryError):
-                Publisher(ranks, transport, timeout_s=20).publish(9, engines)
-            Publisher(ranks, transport, timeout_s=20).publish(version, engines)
+                using(ranks, transport).publish(9, engines)
+            using(ranks, transport).publish(version, engines)
             assert versions(engines) == [version, version]
             for engine in engines:
                 got = engine.call(Engine.weights).result()
                 assert all(torch.equal(got[name], value) for name, value in expected.items())
+    gather(ranks, Trainer.part, [()] * 2)

@@ -79,6 +79,10 @@ class Trainer:
         timeout = timedelta(seconds=30)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
+    def part(self) -> None:
+        """The other ranks."""
+        dist.destroy_process_group()
+
     def shard(self) -> None:
         """Over all ranks."""
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -184,4 +188,4 @@ class FaultyInlet:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
-                time.sleep(2.5)
+                time.sleep(2)

@@ -1,0 +1,114 @@
+"""Scoring on a cluster's own places: reward workers on Ray, on whichever host has room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from flowrl.distributed.launch.base import Cluster, Remote
+from flowrl.distributed.launch.failures import FAULTS, WorkerDied
+from flowrl.rewards import scoring
+from flowrl.rewards.scoring import Request, RewardError
+from flowrl.rewards.worker import TIMED_OUT, InlineWorker
+
+if TYPE_CHECKING:
+    from flowrl.types import Scorer
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class OnCluster:
+    """Makes the workers of a `RewardPool`: the first at the place `<prefix>-0`, and so on."""
+
+    cluster: Cluster
+    prefix: str = "reward"
+
+    def __call__(
+        self, index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float
+    ) -> RemoteWorker:
+        return RemoteWorker(self.cluster, f"{self.prefix}-{index}", scorers, timeout_s, load_timeout_s)
+
+
+class RemoteWorker:
+    """Scores in a worker of `cluster`, started when first needed and again after it was lost.
+
+    Args:
+        cluster: open for as long as this worker is.
+        place: its own.
+        scorers: components by name; they are pickled, not yet loaded.
+        timeout_s: for one request.
+        load_timeout_s: for start-up: imports and models.
+    """
+
+    def __init__(
+        self, cluster: Cluster, place: str, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float
+    ) -> None:
+        self._spawn = partial(cluster.start, place, partial(InlineWorker, dict(scorers)))
+        self._names = ", ".join(scorers)
+        self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._turn = threading.RLock()  # one question at a time
+        self._lock = threading.Lock()  # of starting and closing: nothing is started after `close`
+        self._closed = False
+        self._remote: Remote[InlineWorker] | None = None
+        self._loading: Future[None] | None = None
+
+    def start(self) -> None:
+        """Start the worker unless it runs or is closed."""
+        with self._lock:
+            if self._remote is None and not self._closed:
+                self._remote = self._spawn()
+                self._loading = self._remote.call(InlineWorker.wait)
+
+    def wait(self) -> None:
+        """Start if need be and wait until everything is loaded."""
+        with self._turn:
+            self.start()
+            if self._loading is not None:
+                self._answer(self._loading, self._load_timeout_s, self._names, "loading")
+
+    def score(self, request: Request) -> np.ndarray:
+        """float64 [K]."""
+        with self._turn:
+            self.wait()
+            remote = self._remote
+            if remote is None:
+                raise RewardError(request.component, request.subject, "the worker is closed")
+            asked = remote.call(InlineWorker.score, request)
+            return self._answer(asked, self._timeout_s, request.component, request.subject)
+
+    def close(self) -> None:
+        """Kill the worker and start no other."""
+        with self._lock:
+            self._closed = True
+        self._kill()
+
+    def _kill(self) -> None:
+        remote, self._remote, self._loading = self._remote, None, None
+        if remote is not None:
+            remote.close(grace_s=0)
+
+    def _answer(self, future: Future[R], timeout_s: float, component: str, subject: str) -> R:
+        """Whatever goes wrong is a RewardError; without its scorers, or out of time, the worker is of no use."""
+        try:
+            return future.result(timeout_s)
+        except RewardError:
+            if future is self._loading:
+                self._kill()
+            raise
+        except TimeoutError as error:
+            self._kill()
+            raise RewardError(component, subject, TIMED_OUT.format(timeout_s)) from error
+        except WorkerDied as error:
+            self._kill()
+            raise RewardError(component, subject, str(error)) from error
+        except FAULTS as error:
+            self._kill()
+            raise scoring.failure(component, subject, error) from error

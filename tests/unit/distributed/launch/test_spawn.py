@@ -1,0 +1,140 @@
+"""What only spawned processes have: shared memory, an environment, and a main script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.distributed.launch.base import Cluster, Place
+from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.launch.shelf import Shelf
+from flowrl.distributed.launch.spawn import Spawn
+from flowrl.distributed.records import pack
+from tests.unit.distributed.launch.support import SOON, Clerks, eventually, gone
+from tests.unit.distributed.launch.test_ends import REPOSITORY, shelved
+from tests.unit.distributed.launch.workers import Clerk
+
+
+@pytest.fixture
+def clerk(staff: object) -> Clerks:
+    """Of the cluster of the folder."""
+    return staff("spawn")  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------ shared memory
+
+
+def test_shared_memory_goes_with_the_last_handle(clerk: Clerks) -> None:
+    before = shelved()
+    handles = [handle for _, handle in clerk[0].stream(Clerk.items, [1, 2, 3])]
+    assert len(shelved() - before) == 3
+    future = clerk[1].call(Clerk.total, handles[0])
+    del handles[0]  # while it may still be on its way
+    assert future.result(SOON) == 1000
+    assert eventually(lambda: len(shelved() - before) == 2)
+    del handles
+    assert shelved() == before
+
+
+def test_closing_takes_everything_with_it() -> None:
+    before = shelved()
+    with Spawn(num_threads=1).open([Place("clerk")]) as cluster:
+        clerk = cluster.start("clerk", Clerk)
+        items = list(clerk.stream(Clerk.items, [1, 2]))
+        clerk.stream(Clerk.items, [3])  # nobody waits for it
+        pid = clerk.call(Clerk.pid).result(SOON)
+        assert len(shelved() - before) == 3
+    assert gone(pid) and shelved() == before
+    with pytest.raises(KeyError, match="its run has ended"):
+        items[0][1].fetch()
+
+
+def test_no_room_is_the_workers_error(spawn_cluster: Cluster) -> None:
+    before = shelved()
+    clerk = spawn_cluster.start("spare", Clerk)
+    clerk.call(Clerk.write_at_most, 100_000).result(SOON)
+    with pytest.raises(OSError, match=r"1 MiB do not fit; enlarge /dev/shm \(docker: --shm-size\)"):
+        list(clerk.stream(Clerk.items, [1], size=200_000))
+    assert shelved() == before
+    assert len(list(clerk.stream(Clerk.items, [1], size=100))) == 1
+
+
+def test_a_shelf_has_room_for_large_and_empty_things() -> None:
+    shelf = Shelf()
+    try:
+        value = {"large": np.arange(3_000_000), "empty": np.zeros((0, 3)), "none": None}
+        found = shelf.put(pack(value)).fetch()
+        np.testing.assert_array_equal(found["large"], value["large"])
+        assert found["empty"].shape == (0, 3) and found["none"] is None
+    finally:
+        shelf.clear()
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+def test_a_worker_finds_its_environment_before_any_library(
+    clerk: Clerks, spawn_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, torch_was_there = clerk[0].call(Clerk.surroundings).result(SOON)
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "", "none was asked for"
+    assert not torch_was_there
+
+
+def test_the_end_of_a_process_is_told(spawn_cluster: Cluster) -> None:
+    with pytest.raises(WorkerDied, match=r"worker spare ended with exit code 3$"):
+        spawn_cluster.start("spare", Clerk).call(Clerk.end, 3).result(SOON)
+    with pytest.raises(WorkerDied, match=r"worker spare was killed by SIGKILL \(out of memory\?\)$"):
+        spawn_cluster.start("spare", Clerk).call(Clerk.die).result(SOON)
+
+
+def test_whoever_calls_is_not_held_up_by_a_process_that_does_not_listen(spawn_cluster: Cluster) -> None:
+    clerk = spawn_cluster.start("spare", Clerk)
+    os.kill(clerk.call(Clerk.pid).result(SOON), signal.SIGSTOP)
+    futures = [clerk.call(Clerk.echo, np.zeros(10_000_000, np.uint8)) for _ in range(2)]
+    clerk.close(grace_s=0.1)
+    for future in futures:
+        with pytest.raises(WorkerDied, match="was closed"):
+            future.result(SOON)
+
+
+def test_arguments_are_those_of_the_moment_of_the_call(clerk: Clerks) -> None:
+    clerk[0].call(Clerk.sleep, 0.3)
+    array = np.ones(1000)
+    future = clerk[0].call(Clerk.echo, array)
+    array[:] = 0
+    assert (future.result(SOON) == 1).all()
+
+
+def test_a_process_that_does_not_come_up_is_stopped() -> None:
+    with Spawn(start_timeout_s=0.001).open([Place("clerk")]) as cluster:
+        clerk = cluster.start("clerk", Clerk)
+        with pytest.raises(WorkerDied, match=r"did not come up within 0.001 s \(launcher.start_timeout_s\)"):
+            clerk.call(Clerk.pid).result(SOON)
+
+
+def test_a_main_script_that_starts_workers_on_import(tmp_path: Path) -> None:
+    script = tmp_path / "careless.py"
+    script.write_text(
+        "from flowrl.distributed.launch.base import Place\n"
+        "from flowrl.distributed.launch.spawn import Spawn\n"
+        "from tests.unit.distributed.launch.workers import Clerk\n"
+        "with Spawn().open([Place('clerk')]) as cluster:\n"
+        "    cluster.start('clerk', Clerk).call(Clerk.pid).result()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert 'put what that runs under `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
+
+
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="start_timeout_s must be greater than 0, got 0"):
+        Spawn(start_timeout_s=0)
