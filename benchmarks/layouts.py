@@ -1,7 +1,7 @@
 """Layouts and ways of publishing, whole runs of the command: memory, seconds, and that all of them learn the same.
 
-    python -m benchmarks.layouts --size medium --output benchmarks/results/layouts_h200.json    # one GPU, about 6 minutes
-    python -m benchmarks.layouts --size small --variants shared standalone_lora                  # a CPU will do
+    python -m benchmarks.layouts --size medium --output benchmarks/results/layouts_h200.json    # one GPU, 6 minutes
+    python -m benchmarks.layouts --size small --variants shared_lora standalone_lora             # a CPU will do
 
 The model has random weights and the size of SD3.5 Medium (`medium`); pictures are rewarded for how well they compress,
 so that every reward differs. What is compared with the first variant is the sampled log-probabilities' replay and the

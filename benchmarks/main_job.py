@@ -2,6 +2,7 @@
 
     python -m benchmarks.main_job --seeds 0 1 2                      # writes benchmarks/results/tiny_ocr.json
     python -m benchmarks.main_job --recipe tiny_ocr_nft --seeds 0    # writes benchmarks/results/tiny_ocr_nft.json
+    python -m benchmarks.main_job --seeds 0 --variant ray_2_ranks launcher=ray actor.num_ranks=2
 
 Each seed is a run of the command in a process of its own, as a user starts it. Time and memory count that process and
 all its children, from start to report; nothing else should be running.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -34,19 +36,22 @@ def main() -> None:
     parser.add_argument("--recipe", default="tiny_ocr")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"))
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<recipe>.json")
-    arguments = parser.parse_args()
-    results = [run(arguments.recipe, seed, arguments.runs) for seed in arguments.seeds]
-    output = arguments.output or RESULTS / f"{arguments.recipe}.json"
+    parser.add_argument("--variant", help="part of the file's name, where overrides make another run of it")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<recipe>[_<variant>].json")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    name = "_".join(part for part in (arguments.recipe, arguments.variant) if part)
+    results = [run(arguments.recipe, seed, arguments.runs, name, arguments.overrides) for seed in arguments.seeds]
+    output = arguments.output or RESULTS / f"{name}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report(arguments.recipe, results), indent=1) + "\n")
 
 
-def run(recipe: str, seed: int, runs: Path) -> dict[str, Any]:
+def run(recipe: str, seed: int, runs: Path, name: str = "", overrides: Sequence[str] = ()) -> dict[str, Any]:
     """One seed: its curve, wall-clock seconds and peak memory. Raises CalledProcessError if the run fails."""
-    name = f"{recipe}_seed{seed}"
+    name = f"{name or recipe}_seed{seed}"
     command = [sys.executable, "-m", "flowrl", f"recipe={recipe}", f"name={name}", f"runs={runs}"]
-    command += [f"seed={seed}", f"data.seed={seed}"]
+    command += [f"seed={seed}", f"data.seed={seed}", *overrides]
     began = time.perf_counter()
     process = subprocess.Popen(command)
     peak = PeakMemory(process.pid)

@@ -1,4 +1,4 @@
-"""A model of Stable Diffusion 3.5 Medium's size with random weights: nothing to download, and as slow as the real one."""
+"""A model of Stable Diffusion 3.5 Medium's size with random weights: nothing to download, as slow as the real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL = Size(width=64, layers=1, heads=1, text_width=32, text_layers=2, text_hea
 
 
 def build_medium(num_layers: int = 24, num_heads: int = 24) -> SD3Transformer2DModel:
-    """The architecture of SD3.5 Medium (2.2 B parameters with the defaults), except for the width of its text tokens."""
+    """The architecture of SD3.5 Medium (2.2 B parameters by default), except for the width of its text tokens."""
     return SD3Transformer2DModel(
         sample_size=128,
         patch_size=2,

@@ -198,7 +198,9 @@ def _types(run: Config) -> Iterator[Problem]:
     yield from _expected("trainer", run.trainer, Trainer, "a trainer: a dataclass with eval and fit(run)")
     yield from _expected("buffer", run.buffer, MemoryBuffer, "a buffer of flowrl.buffer")
     yield from _expected("launcher", run.launcher, Launcher, "a Launcher of flowrl.distributed.launch")
-    yield from _expected("rollout.engine", run.rollout.engine, EngineConfig, "an engine: a dataclass with open(run, policy)")
+    yield from _expected(
+        "rollout.engine", run.rollout.engine, EngineConfig, "an engine: a dataclass with open(run, policy)"
+    )
     for name, component in run.logger.components.items():
         yield from _expected(f"logger.components.{name}", component, Logger, "a logger: a dataclass with start(run)")
     yield from _components("reward", run.reward)

@@ -439,7 +439,10 @@ class PolicyConfig(Protocol):
     """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
 
     def load(self, device: torch.device) -> Policy:
-        """Read the weights, for computing on `device`. Raises `LoadError` for a missing or partial folder: never random weights in silence."""
+        """Read the weights, for computing on `device`.
+
+        Raises `LoadError` for a missing or partial folder: never random weights in silence.
+        """
         ...
 
 

@@ -59,7 +59,9 @@ class RolloutWorker:
         shape = self.policy.latent_shape(sampler.height, sampler.width, sampler.frames)
         for group, sampled in zip_longest(groups, self.engine.generate(groups, rollout_id)):
             if group is None or sampled is None:
-                raise EngineError(f"rollout.engine gave {'more' if group is None else 'fewer'} groups than the {len(groups)}.")
+                raise EngineError(
+                    f"rollout.engine gave {'more' if group is None else 'fewer'} groups than the {len(groups)}."
+                )
             check_complete(sampled, group, sampler, shape, version)
             yield replace(sampled, drawn=LEFT_BEHIND), sampled.drawn.fetch()
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from flowrl import config
 from flowrl.distributed.checkpointing import checkpoint_blocks
 from flowrl.distributed.fsdp import clip_grad_norm, full_state, shard
-from flowrl.distributed.offload import Offloader, training_state
 from flowrl.distributed.lora import add_lora, save_adapter, train_fully, trainable
+from flowrl.distributed.offload import Offloader, training_state
 from flowrl.distributed.optimizer import learning_rate, make_optimizer
 from flowrl.distributed.ranks import num_ranks, sum_over_ranks
 from flowrl.distributed.snapshots import Snapshot

@@ -90,7 +90,8 @@ class Journal:
 
     def trained(self, step: int, batch: list[ScoredGroup], advantages: Tensor, scored: dict[str, float]) -> None:
         """A train batch and what it was worth. `scored` are the reward pool's totals up to now."""
-        ids = np.repeat(*zip(*((g.sampled.group.ordinal, g.sampled.group.num_samples) for g in batch), strict=True))
+        groups = [scored.sampled.group for scored in batch]
+        ids = np.repeat([group.ordinal for group in groups], [group.num_samples for group in groups])
         weights = self.run.reward.weights
         total = np.concatenate([sum(weights[name] * r for name, r in group.rewards.items()) for group in batch])
         self.metrics |= reward_metrics(by_component(batch), advantages, ids, total) | self._scoring(scored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -10,6 +11,8 @@ from flowrl.config import Config, Problem
 from flowrl.distributed.launch.base import Place
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.launch.ray import Ray
+from flowrl.distributed.weight_sync.manifest import Mode
+from flowrl.distributed.weight_sync.publisher import Transport
 
 LAYOUTS = ("shared", "colocated", "standalone")
 MODES = {"lora": ("lora", "merged"), "full": ("full",)}  # what an actor of each kind can publish
@@ -47,19 +50,19 @@ def reward_places(run: Config) -> list[Place]:
     if not isinstance(run.launcher, Ray):
         return []
     judges = run.trainer.eval.rewards
-    count = run.reward.num_workers + (judges.num_workers if judges else 0)
-    return [Place(f"reward-{i}") for i in range(count)]
+    places = [Place(f"reward-{i}") for i in range(run.reward.num_workers)]
+    return places + [Place(f"judge-{i}") for i in range(judges.num_workers if judges else 0)]
 
 
-def publication_mode(run: Config) -> str:
+def publication_mode(run: Config) -> Mode:
     """`weight_sync.mode`, with `auto` resolved."""
-    return run.actor.mode if run.weight_sync.mode == "auto" else run.weight_sync.mode
+    return cast("Mode", run.actor.mode if run.weight_sync.mode == "auto" else run.weight_sync.mode)
 
 
-def transport(run: Config) -> str:
+def transport(run: Config) -> Transport:
     """`weight_sync.transport`, with `auto` resolved."""
     if run.weight_sync.transport != "auto":
-        return run.weight_sync.transport
+        return cast("Transport", run.weight_sync.transport)
     if isinstance(run.launcher, Inline):
         return "object_store"
     return "cuda_ipc" if run.trainer.layout == "colocated" and on_gpu(run) else "broadcast"

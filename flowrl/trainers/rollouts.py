@@ -14,14 +14,14 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from flowrl.config import Config
-from flowrl.distributed.launch.base import Cluster, Remote, WorkerDied, gather
+from flowrl.distributed.launch.base import Cluster, Remote, gather
+from flowrl.distributed.launch.failures import WorkerDied
 from flowrl.distributed.weight_sync.publisher import Publisher
 from flowrl.rollout.worker import RolloutWorker
 from flowrl.tracking.metrics import Meter
 from flowrl.trainers.fleet import ActorFleet
 from flowrl.trainers.placement import publication_mode, transport
 from flowrl.types import Group, SampledGroup
-
 
 GRACE_S = 10.0  # for all parties of a publication that has failed to say so
 
@@ -112,7 +112,9 @@ class SeparateRollouts:
             arrived: SimpleQueue[SampledGroup | BaseException] = SimpleQueue()
             threads = ThreadPoolExecutor(len(self.workers), "flowrl-rollout")
             for index in range(len(self.workers)):
-                threads.submit(self._serve, index, todo, rollout_id, arrived).add_done_callback(partial(_report, arrived))
+                threads.submit(self._serve, index, todo, rollout_id, arrived).add_done_callback(
+                    partial(_report, arrived)
+                )
             try:
                 for _ in groups:
                     item = arrived.get()
@@ -124,7 +126,11 @@ class SeparateRollouts:
                 threads.shutdown(wait=False)
 
     def _serve(
-        self, index: int, todo: deque[Sequence[Group]], rollout_id: int, arrived: SimpleQueue[SampledGroup | BaseException]
+        self,
+        index: int,
+        todo: deque[Sequence[Group]],
+        rollout_id: int,
+        arrived: SimpleQueue[SampledGroup | BaseException],
     ) -> None:
         """One worker's turns, until nothing is left to be done."""
         while todo:

@@ -11,13 +11,13 @@ from flowrl.buffer.memory import MemoryBuffer
 from flowrl.config import Config, Reward
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.data.prompts import load_prompts
+from flowrl.device import choose_device, torch_settings
 from flowrl.distributed.launch.base import Cluster, Remote, gather
 from flowrl.distributed.launch.inline import Inline
 from flowrl.flow.noise import Noise
 from flowrl.rewards.pool import RewardPool
-from flowrl.rollout.worker import RolloutWorker
+from flowrl.rewards.remote import OnCluster
 from flowrl.tracking.metrics import Meter, Timers
-from flowrl.device import choose_device, torch_settings
 from flowrl.trainers.evaluator import Evaluator
 from flowrl.trainers.fleet import ActorFleet
 from flowrl.trainers.placement import actor_places, reward_places, rollout_places
@@ -49,9 +49,9 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
         closing.enter_context(torch_settings(run))
         cluster = closing.enter_context(run.launcher.open(places))
         # Reward processes load their models while the others load the policy.
-        rewards = judges = _started(run.reward, closing)
+        rewards = judges = _started(run, run.reward, cluster, "reward", closing)
         if run.trainer.eval.rewards is not None:
-            judges = _started(run.trainer.eval.rewards, closing)
+            judges = _started(run, run.trainer.eval.rewards, cluster, "judge", closing)
         actors = _actors(run, cluster, total_steps * run.algorithm.num_updates_per_batch)
         actor = ActorFleet(actors, run.algorithm, Noise.of(run.seed), meter)
         rollouts = _rollouts(run, cluster, actor, meter)
@@ -64,9 +64,7 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
         rewards.warm()
         judges.warm()
         rollouts.publish(0)
-        yield Stages(
-            data, rollouts, rewards, run.buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers
-        )
+        yield Stages(data, rollouts, rewards, run.buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers)
 
 
 def _actors(run: Config, cluster: Cluster, total_updates: int) -> list[Remote[ActorWorker]]:
@@ -89,8 +87,9 @@ def _rollouts(run: Config, cluster: Cluster, actor: ActorFleet, meter: Meter) ->
     return SeparateRollouts(run, cluster, names, actor, meter)
 
 
-def _started(reward: Reward, closing: ExitStack) -> RewardPool:
-    pool = RewardPool.from_config(reward)
+def _started(run: Config, reward: Reward, cluster: Cluster, prefix: str, closing: ExitStack) -> RewardPool:
+    placed = bool(reward_places(run))  # or else processes of this host
+    pool = RewardPool.from_config(reward, OnCluster(cluster, prefix) if placed else None)
     closing.callback(pool.close)
     pool.start()
     return pool

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with types
 
 from flowrl.config import Config
 from flowrl.device import choose_device, settle_torch

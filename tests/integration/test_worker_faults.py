@@ -131,7 +131,7 @@ def test_a_worker_that_hangs_fails_the_publication_in_time_and_all_keep_the_old_
         os.kill(stuck, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            with pytest.raises(PublishError, match="rollout-1|engine 1"):
+            with pytest.raises(PublishError, match=r"rollout-1|engine 1"):
                 rollouts.publish(1)
             assert time.monotonic() - began < BOUND_S
             assert rollouts.version == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 import flowrl
 from flowrl.config import Config
 from flowrl.distributed.fsdp import full_tensor
-from flowrl.distributed.launch.base import Cluster, Launcher, Remote, gather
+from flowrl.distributed.launch.base import Cluster, Launcher, gather
 from flowrl.flow.noise import Noise
 from flowrl.preflight import preflight
 from flowrl.tracking.metrics import Meter
@@ -105,5 +105,3 @@ def advantages(batch: Sequence[ScoredGroup], seed: int = 0) -> Tensor:
     """Any: brightness hardly varies in a random model."""
     count = sum(group.sampled.group.num_samples for group in batch)
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-

@@ -62,7 +62,9 @@ def test_shared_start(tiny_folder: Path) -> None:
     start = first.drawn.fetch().trajectory.latents[:, 0]
     assert torch.equal(start[0], start[1]) and torch.equal(start[0], start[2])
     assert not torch.equal(start[0], second.drawn.fetch().trajectory.latents[0, 0])
-    assert not torch.equal(first.drawn.fetch().trajectory.next_latents[0, 0], first.drawn.fetch().trajectory.next_latents[1, 0])
+    assert not torch.equal(
+        first.drawn.fetch().trajectory.next_latents[0, 0], first.drawn.fetch().trajectory.next_latents[1, 0]
+    )
 
 
 def test_groups_come_as_they_finish(tiny_folder: Path) -> None:

@@ -17,7 +17,7 @@ from flowrl.flow.dynamics.flow_sde import FlowSDE
 from flowrl.flow.solvers import DPM2, Euler, Solver
 from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
-from flowrl.types import Conditions, Drawn, Group, Sampling, SampledGroup, ScoredGroup, Trajectory
+from flowrl.types import Conditions, Drawn, Group, SampledGroup, Sampling, ScoredGroup, Trajectory
 from tests.unit.tracking.test_files import kill_while_writing
 
 K, S = 3, 2

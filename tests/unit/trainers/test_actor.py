@@ -276,7 +276,8 @@ def test_the_penalty_pulls_towards_the_reference(tiny_folder: Path) -> None:
         for _ in range(6):
             update(actor, batch, advantages(batch))
         conditions = start.encode([group.sampled.group.prompt for group in batch])
-        sample, sigma = torch.stack([g.sampled.drawn.fetch().trajectory.latents[0, 0] for g in batch]), torch.full((4,), 0.8)
+        sample = torch.stack([group.sampled.drawn.fetch().trajectory.latents[0, 0] for group in batch])
+        sigma = torch.full((4,), 0.8)
         with torch.no_grad():
             moved = actor.policy.velocity(sample, sigma, conditions) - start.velocity(sample, sigma, conditions)
         distances.append(float(moved.square().mean()))

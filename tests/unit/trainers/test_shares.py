@@ -86,5 +86,7 @@ def test_the_order_of_groups_changes_with_the_cycle_and_the_seed() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_equal_batches_need_no_filler(num_ranks: int) -> None:
-    shares = deal(batch([4] * 4), torch.arange(16).double(), FlowGRPO(num_updates_per_batch=2), Noise.of(0), 1, num_ranks)
+    shares = deal(
+        batch([4] * 4), torch.arange(16).double(), FlowGRPO(num_updates_per_batch=2), Noise.of(0), 1, num_ranks
+    )
     assert [part.num_fillers for share in shares for part in share.parts] == [0] * 2 * num_ranks
