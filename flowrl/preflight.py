@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from omegaconf import DictConfig
 
-from flowrl.buffer.memory import MemoryBuffer
+from flowrl.buffer.base import Buffer
 from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward, assemble
 from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
 from flowrl.distributed.launch.base import Launcher
@@ -196,7 +196,7 @@ def _types(run: Config) -> Iterator[Problem]:
         yield from _expected("sampler.schedule", run.sampler.schedule, Schedule, "a Schedule of flowrl.flow.schedule")
     yield from _expected("algorithm", run.algorithm, Algorithm, "an Algorithm (flowrl.types)")
     yield from _expected("trainer", run.trainer, Trainer, "a trainer: a dataclass with eval and fit(run)")
-    yield from _expected("buffer", run.buffer, MemoryBuffer, "a buffer of flowrl.buffer")
+    yield from _expected("buffer", run.buffer, Buffer, "a Buffer of flowrl.buffer.base")
     yield from _expected("launcher", run.launcher, Launcher, "a Launcher of flowrl.distributed.launch")
     yield from _expected(
         "rollout.engine", run.rollout.engine, EngineConfig, "an engine: a dataclass with open(run, policy)"

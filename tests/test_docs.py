@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from flowrl.buffer.memory import Accounting
+from flowrl.buffer.ledger import Ledger
 from flowrl.cli.compose import choices, load_sweep
 from flowrl.cli.train import command
 from flowrl.config import Config, Evaluation
@@ -88,8 +88,8 @@ def test_every_metric_is_explained() -> None:
     rewards = {"ocr": np.array([0.0, 1.0]), "jpeg": np.array([3.0, 4.0])}
     names = reward_metrics(rewards, rewards["ocr"], np.array([0, 0]), rewards["jpeg"]).keys()
     assert undocumented(names, component=list(rewards)) == []
-    balance = Accounting(submitted=1, trained=0, evicted={"stale": 1}, in_flight=0).metrics()
-    assert undocumented(balance, reason=["stale"]) == []
+    balance = replace(Ledger().accounting(), submitted=1, evicted={"stale": 1})
+    assert undocumented(balance.metrics(), reason=["stale"]) == []
     assert undocumented(memory_metrics(torch.device("cpu"))) == []
     assert undocumented(["eval/mine/ocr_perfect"], component=["ocr"], set=["mine"]) == []
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from flowrl.distributed.launch.process import follow_parent
+from flowrl.distributed.launch.process import end_group, follow_parent
 
 if TYPE_CHECKING:
     from flowrl.types import Scorer
@@ -35,7 +35,7 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
     try:
         connection.send(None)
     except OSError:  # nobody listens any more
-        return
+        end_group()
     from flowrl.rewards import scoring
 
     try:
@@ -50,8 +50,8 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
                 connection.send(error)
     except scoring.RewardError as error:  # of loading; without its scorers the worker is of no use
         connection.send(error)
-    except (EOFError, OSError):  # nobody listens any more
-        return
+    except (EOFError, OSError):
+        end_group()
 
 
 def _load(name: str, pickled: bytes) -> Scorer:

@@ -73,7 +73,8 @@ class SeparateRollouts:
         self._turns = run.trainer.layout == "colocated"
         self._lock = threading.Lock()
         self.workers = [self._start(name) for name in names]
-        gather(self.workers, RolloutWorker.load, [()] * len(names))
+        for wave in _waves(self.workers, run.actor.fsdp.load_wave_size):
+            gather(wave, RolloutWorker.load, [()] * len(wave))
         sync = run.weight_sync
         self.publisher = Publisher(
             actor.workers, transport(run), timeout_s=sync.timeout_s, retries=sync.retries, grace_s=GRACE_S
@@ -172,6 +173,11 @@ class SeparateRollouts:
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
             self.actor.reload()
+
+
+def _waves(workers: Sequence[Remote[RolloutWorker]], size: int) -> Iterator[Sequence[Remote[RolloutWorker]]]:
+    """A few at a time, so that a host does not hold a copy of the model for every one of them."""
+    yield from (workers[i : i + size] for i in range(0, len(workers), size))
 
 
 def _report(arrived: SimpleQueue[SampledGroup | BaseException], done: Future[None]) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from flowrl.buffer.memory import MemoryBuffer
+from flowrl.buffer.replay import ReplayBuffer
 from flowrl.config import Config, Reward
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.data.prompts import load_prompts
@@ -32,7 +32,7 @@ class Stages:
     data: GroupSampler
     rollouts: Rollouts
     rewards: RewardPool
-    buffer: MemoryBuffer
+    buffer: ReplayBuffer
     actor: ActorFleet
     evaluator: Evaluator
     meter: Meter
@@ -44,7 +44,7 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
     """Load and warm everything before step 1; close worker processes at the end, whatever happened."""
     inline = isinstance(run.launcher, Inline)
     meter, timers = Meter(), Timers(choose_device(run) if inline else None)
-    places = [*actor_places(run), *rollout_places(run), *reward_places(run)]
+    places = [*actor_places(run), *rollout_places(run), *reward_places(run), *run.buffer.places()]
     with ExitStack() as closing:
         closing.enter_context(torch_settings(run))
         cluster = closing.enter_context(run.launcher.open(places))
@@ -52,6 +52,7 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
         rewards = judges = _started(run, run.reward, cluster, "reward", closing)
         if run.trainer.eval.rewards is not None:
             judges = _started(run, run.trainer.eval.rewards, cluster, "judge", closing)
+        buffer = closing.enter_context(run.buffer.open(cluster))
         actors = _actors(run, cluster, total_steps * run.algorithm.num_updates_per_batch)
         actor = ActorFleet(actors, run.algorithm, Noise.of(run.seed), meter)
         rollouts = _rollouts(run, cluster, actor, meter)
@@ -64,7 +65,7 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
         rewards.warm()
         judges.warm()
         rollouts.publish(0)
-        yield Stages(data, rollouts, rewards, run.buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers)
+        yield Stages(data, rollouts, rewards, buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers)
 
 
 def _actors(run: Config, cluster: Cluster, total_updates: int) -> list[Remote[ActorWorker]]:

@@ -54,6 +54,7 @@ class SyncTrainer:
                     with stages.timers.phase("publish"):
                         stages.rollouts.publish(stages.actor.version)
                 journal.trained(step, batch, advantages, stages.rewards.totals())
+                stages.buffer.trained([scored.sampled.group.ordinal for scored in batch])
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
                     journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
                 journal.log(step, stages)
@@ -71,7 +72,7 @@ class SyncTrainer:
         with stages.timers.phase("rollout"):
             for scored in stages.rewards.stream(stages.rollouts.generate(groups, rollout_id=step - 1)):
                 stages.buffer.put(scored)
-        return stages.buffer.take(len(groups))
+        return stages.buffer.take(len(groups), timeout_s=0)  # all of them have been put
 
     def _evaluate(self, stages: Stages) -> Evaluated:
         with stages.timers.phase("eval"):

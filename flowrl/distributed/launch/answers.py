@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flowrl.distributed.launch.base import Stream
+from flowrl.distributed.launch.base import LOOK_UP_S, Stream
 from flowrl.distributed.launch.failures import Failure
 from flowrl.distributed.records import Packed
 
@@ -15,6 +15,22 @@ if TYPE_CHECKING:
     from flowrl.types import Handle
 
 T = TypeVar("T")
+
+
+class Answer(Future[T]):
+    """A future that cannot be cancelled, since what was sent cannot be taken back, and that signals can interrupt.
+
+    Python notices a signal that comes just before it begins to wait for a lock only when it has the lock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        while timeout is None and not self.done():
+            wait([self], LOOK_UP_S)
+        return super().result(timeout)
 
 
 class Pending(ABC):
@@ -51,8 +67,7 @@ class Reply(Pending, Generic[T]):
     """Of a plain call."""
 
     def __init__(self) -> None:
-        self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # a call that was sent cannot be taken back
+        self.future: Answer[T] = Answer()
 
     def put(self, light: Any, heavy: Handle) -> None:
         raise AssertionError("a plain call has no items")
@@ -69,11 +84,11 @@ class Arrivals(Pending, Stream[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[tuple[T, Handle] | None]] = {}
+        self._waiting: dict[int, Answer[tuple[T, Handle] | None]] = {}
         self._num_put = self._num_asked = 0
         self._ended = False
 
-    def ask(self) -> Future[tuple[T, Handle] | None]:
+    def ask(self) -> Answer[tuple[T, Handle] | None]:
         future = self._meet(self._num_asked)
         self._num_asked += 1
         return future
@@ -92,16 +107,13 @@ class Arrivals(Pending, Stream[T]):
             self._ended = True
             self._next().set_exception(error)
 
-    def _next(self) -> Future[tuple[T, Handle] | None]:
+    def _next(self) -> Answer[tuple[T, Handle] | None]:
         future = self._meet(self._num_put)
         self._num_put += 1
         return future
 
-    def _meet(self, number: int) -> Future[tuple[T, Handle] | None]:
+    def _meet(self, number: int) -> Answer[tuple[T, Handle] | None]:
         with self._lock:
             if number in self._waiting:
                 return self._waiting.pop(number)
-            future: Future[tuple[T, Handle] | None] = Future()
-            future.set_running_or_notify_cancel()
-            self._waiting[number] = future
-            return future
+            return self._waiting.setdefault(number, Answer())

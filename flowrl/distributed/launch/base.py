@@ -6,6 +6,7 @@ the actor lives, so type checkers see it. Heavy results stay behind a `Handle`.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 GRACE_S = 3.0  # for a worker to end by itself
+LOOK_UP_S = 0.5  # from waiting, for a signal that came just before it
 ROOT_CAUSE_S = 2.0  # for the worker whose death the others complain about to be found dead
 
 
@@ -140,7 +142,7 @@ def gather(
 
 def results(futures: Sequence[Future[R]], timeout_s: float | None = None) -> list[R]:
     """Of calls that belong together, in their order; failures as in `gather`. Raises TimeoutError."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     pending: Sequence[Future[R]] = futures
     while pending:
         done = _finished(pending, deadline)
@@ -159,16 +161,17 @@ def merge(streams: Sequence[Stream[T]]) -> Iterator[tuple[T, Handle]]:
                 asked[stream.ask()] = stream
 
 
-def _finished(futures: Sequence[Future[T]], until: float | None = None) -> list[Future[T]]:
+def _finished(futures: Sequence[Future[T]], until: float = math.inf) -> list[Future[T]]:
     """Those that are done, at least one. Raises if one of them failed, and TimeoutError when none is by then."""
-    left = None if until is None else max(0.0, until - time.monotonic())
-    done, pending = wait(futures, left, return_when=FIRST_COMPLETED)
-    if not done:
-        raise TimeoutError
+    done, pending = wait(futures, 0, FIRST_COMPLETED)
+    while not done:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError
+        done, pending = wait(futures, min(left, LOOK_UP_S), FIRST_COMPLETED)
     failed = _errors(done)
     deadline = time.monotonic() + ROOT_CAUSE_S
     while failed and pending and all(map(is_consequence, failed)) and (left := deadline - time.monotonic()) > 0:
-        more, pending = wait(pending, left, return_when=FIRST_COMPLETED)
+        more, pending = wait(pending, left, FIRST_COMPLETED)
         failed += _errors(more)
     if failed:
         raise root(failed)

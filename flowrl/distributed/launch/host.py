@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from flowrl.distributed.launch import wire
 from flowrl.distributed.launch.failures import FAULTS, Failure, WorkerError
-from flowrl.distributed.launch.process import follow_parent
+from flowrl.distributed.launch.process import end_group, follow_parent
 from flowrl.distributed.launch.shelf import Shelf
 from flowrl.distributed.records import Packed, pack
 
@@ -87,7 +87,7 @@ def serve(connection: Connection, name: str, environment: Mapping[str, str], she
             else:
                 return
     except (EOFError, OSError):  # nobody listens any more
-        return
+        end_group()
 
 
 def _settle(environment: Mapping[str, str]) -> None:
@@ -101,5 +101,5 @@ def _read(connection: Connection, requests: SimpleQueue[tuple[wire.Request, Pack
     try:
         while True:
             requests.put(wire.receive(connection))
-    except (EOFError, OSError):
-        requests.put((wire.Request.STOP, Packed(b"", ())))
+    except (EOFError, OSError):  # whatever the worker is doing, nobody wants it
+        end_group()

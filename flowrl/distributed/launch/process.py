@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import NoReturn
 
 RAYLET_EVERY_S = 0.5
 RAYLET_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # as the kernel has their names
@@ -35,7 +36,13 @@ def _follow() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    end_group()
+
+
+def end_group() -> NoReturn:
+    """End this process, which leads a group, with all that it has started: nobody else is left to do it."""
     os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("killed")
 
 
 def follow_raylet() -> None:
@@ -56,7 +63,7 @@ def _follow_raylet(raylet: int, agents: Sequence[int]) -> None:
     for pid in agents:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    end_group()
 
 
 def _processes() -> Iterator[tuple[int, str, int]]:

@@ -48,7 +48,7 @@ class Shelf:
     all processes of the run share.
     """
 
-    prefix: str = field(default_factory=lambda: f"flowrl-{uuid.uuid4().hex}-")
+    prefix: str = field(default_factory=lambda: f"flowrl-{os.getpid()}-{uuid.uuid4().hex[:8]}-")
 
     def put(self, packed: Packed) -> Shelved:
         """Raises OSError if there is no room."""

@@ -21,7 +21,7 @@ from flowrl.distributed.launch.answers import Arrivals, Pending, Reply
 from flowrl.distributed.launch.base import GRACE_S, Cluster, Launcher, Place, Remote, Stream
 from flowrl.distributed.launch.failures import WorkerDied
 from flowrl.distributed.launch.host import HERE, serve
-from flowrl.distributed.launch.placement import assign, share_of_cores, too_many_gpus, visible_gpus
+from flowrl.distributed.launch.placement import assign, share_of_cores, too_many_gpus, total, visible_gpus
 from flowrl.distributed.launch.process import MAIN_SCRIPT, WORKER, epitaph, interrupts_blocked, kill_group
 from flowrl.distributed.launch.shelf import Shelf
 from flowrl.distributed.records import Packed, pack
@@ -63,7 +63,7 @@ class Spawn(Launcher):
                 "OMP_NUM_THREADS": threads,
                 "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),  # spinning threads slow the others
             }
-            for name, gpus in assign(places, visible_gpus()).items()
+            for name, gpus in assign(places, visible_gpus() if total(places) else []).items()
         }
         cluster = SpawnCluster(environments, self.start_timeout_s)
         try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.distributed.launch.base import Cluster, gather, merge
+from flowrl.distributed.launch.base import Cluster, gather, merge, results
 from flowrl.distributed.launch.failures import WorkerDied, WorkerError
 from flowrl.distributed.launch.inline import InlineWorker
 from tests.unit.distributed.launch.support import SOON, Clerks, Guests, eventually, gone
@@ -62,7 +62,7 @@ def test_what_cannot_be_sent(distant_clerks: Clerks) -> None:
     clerk = distant_clerks[0]
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         clerk.call(Clerk.echo, lambda: 1)
-    with pytest.raises(WorkerError, match="clerk-0 failed: .*Unpicklable: a thing: a reason"):
+    with pytest.raises(WorkerError, match=r"clerk-0 failed: .*Unpicklable: a thing: a reason"):
         clerk.call(Clerk.fail_badly).result(SOON)
     with pytest.raises(WorkerError, match="SystemExit: enough"):
         clerk.call(Clerk.quit).result(SOON)
@@ -135,7 +135,7 @@ def test_a_death_ends_what_was_being_done_and_leaves_what_was_done(
     later = victims[0].call(Clerk.add, 1)
     light, handle = next(stream)
     for lost in (lambda: next(stream), later.result, lambda: victims[0].call(Clerk.add, 1).result(SOON)):
-        with pytest.raises(WorkerDied, match="worker guest-0 .*out of memory"):
+        with pytest.raises(WorkerDied, match=r"worker guest-0 .*out of memory"):
             lost()
     assert (light, victims[1].call(Clerk.echo, handle).result(SOON).fetch()) == (1, 10)
     guests[processes, "guest-0"] = processes.start("guest-0", partial(Clerk, 3))
@@ -166,6 +166,13 @@ def test_a_real_error_waits_for_nobody(spawn_cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="wrong"):
         gather(workers, Clerk.sleep_or_fail, [(600, ""), (0, "wrong")])
     assert time.monotonic() - started < SOON
+
+
+def test_results_that_do_not_come_in_time(spawn_cluster: Cluster) -> None:
+    worker = spawn_cluster.start("guest-0", Clerk)
+    with pytest.raises(TimeoutError):
+        results([worker.call(Clerk.sleep, 600)], timeout_s=0.1)
+    assert results([spawn_cluster.start("guest-0", Clerk).call(Clerk.add, 1)], timeout_s=SOON) == [1]
 
 
 def test_a_complaint_without_a_death_is_raised_itself(spawn_cluster: Cluster) -> None:

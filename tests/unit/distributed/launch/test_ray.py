@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flowrl.distributed.launch import ray as launcher
+from flowrl.distributed.launch import fingerprint
 from flowrl.distributed.launch.base import Cluster, Place
 from flowrl.distributed.launch.failures import PlacementError
-from flowrl.distributed.launch.fingerprint import Fingerprint, own_fingerprint
 from flowrl.distributed.launch.ray import Ray
 from flowrl.prompts import Prompt
 from flowrl.rewards.remote import OnCluster
@@ -28,9 +28,8 @@ def test_handles_in_arguments_and_results_stay_handles(staff: Callable[[str], Cl
 
 
 def test_a_worker_finds_its_environment(staff: Callable[[str], Clerks]) -> None:
-    environment, torch_was_there = staff("ray")[0].call(Clerk.surroundings).result(SOON)
+    environment, _ = staff("ray")[0].call(Clerk.surroundings).result(SOON)
     assert environment["OMP_NUM_THREADS"] == "1" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert not torch_was_there
 
 
 def test_reward_workers_score_without_torch(ray_cluster: Cluster) -> None:
@@ -50,14 +49,27 @@ def test_room_that_is_not_there_is_named(ray_cluster: Cluster) -> None:
         pass
 
 
-def test_workers_with_other_code_are_refused(ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = own_fingerprint()
-    monkeypatch.setattr(launcher, "own_fingerprint", lambda: Fingerprint("0" * 12, mine.python, "1.0"))
+def test_workers_with_other_code_are_refused(
+    ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "PACKAGE", tmp_path)  # here, not there
     with (
-        pytest.raises(PlacementError, match=r"do not run the driver's code: flowrl .* instead of .*`ray stop`"),
+        pytest.raises(PlacementError, match=r"do not run the driver's code: flowrl \w+ instead of \w+\. .*`ray stop`"),
         Ray().open([Place("guest")]),
     ):
         pass
+
+
+def test_the_fingerprint_is_of_contents_not_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(folder: str, text: str) -> fingerprint.Fingerprint:
+        (tmp_path / folder / "part").mkdir(parents=True)
+        (tmp_path / folder / "part" / "module.py").write_text(text)
+        monkeypatch.setattr(fingerprint, "PACKAGE", tmp_path / folder)
+        return fingerprint.own_fingerprint()
+
+    assert of("a", "x = 1") == of("b", "x = 1")
+    (difference,) = of("c", "x = 1").differences(of("d", "x = 2"))
+    assert difference.startswith("flowrl ")
 
 
 def test_nobody_at_the_address() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,46 +23,47 @@ from tests.unit.distributed.launch.workers import Clerk
 
 
 @pytest.fixture
-def clerk(staff: object) -> Clerks:
+def clerks(staff: Callable[[str], Clerks]) -> Clerks:
     """Of the cluster of the folder."""
-    return staff("spawn")  # type: ignore[operator]
+    return staff("spawn")
 
 
 # ------------------------------------------------------------------------------------------ shared memory
 
 
-def test_shared_memory_goes_with_the_last_handle(clerk: Clerks) -> None:
-    before = shelved()
-    handles = [handle for _, handle in clerk[0].stream(Clerk.items, [1, 2, 3])]
-    assert len(shelved() - before) == 3
-    future = clerk[1].call(Clerk.total, handles[0])
+def test_shared_memory_goes_with_the_last_handle(clerks: Clerks) -> None:
+    before = shelved(os.getpid())
+    handles = [handle for _, handle in clerks[0].stream(Clerk.items, [1, 2, 3])]
+    assert len(shelved(os.getpid()) - before) == 3
+    future = clerks[1].call(Clerk.total, handles[0])
     del handles[0]  # while it may still be on its way
     assert future.result(SOON) == 1000
-    assert eventually(lambda: len(shelved() - before) == 2)
+    assert eventually(lambda: len(shelved(os.getpid()) - before) == 2)
     del handles
-    assert shelved() == before
+    assert shelved(os.getpid()) == before
 
 
 def test_closing_takes_everything_with_it() -> None:
-    before = shelved()
+    before = shelved(os.getpid())
     with Spawn(num_threads=1).open([Place("clerk")]) as cluster:
         clerk = cluster.start("clerk", Clerk)
         items = list(clerk.stream(Clerk.items, [1, 2]))
-        clerk.stream(Clerk.items, [3])  # nobody waits for it
+        unread = clerk.stream(Clerk.items, [3])
         pid = clerk.call(Clerk.pid).result(SOON)
-        assert len(shelved() - before) == 3
-    assert gone(pid) and shelved() == before
+        assert len(shelved(os.getpid()) - before) == 3
+    assert gone(pid) and shelved(os.getpid()) == before
     with pytest.raises(KeyError, match="its run has ended"):
         items[0][1].fetch()
+    assert next(unread)[0] == 3
 
 
 def test_no_room_is_the_workers_error(spawn_cluster: Cluster) -> None:
-    before = shelved()
+    before = shelved(os.getpid())
     clerk = spawn_cluster.start("spare", Clerk)
     clerk.call(Clerk.write_at_most, 100_000).result(SOON)
     with pytest.raises(OSError, match=r"1 MiB do not fit; enlarge /dev/shm \(docker: --shm-size\)"):
-        list(clerk.stream(Clerk.items, [1], size=200_000))
-    assert shelved() == before
+        list(clerk.stream(Clerk.items, [1], size=100_000))
+    assert shelved(os.getpid()) == before
     assert len(list(clerk.stream(Clerk.items, [1], size=100))) == 1
 
 
@@ -79,10 +81,8 @@ def test_a_shelf_has_room_for_large_and_empty_things() -> None:
 # ------------------------------------------------------------------------------------------ processes
 
 
-def test_a_worker_finds_its_environment_before_any_library(
-    clerk: Clerks, spawn_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment, torch_was_there = clerk[0].call(Clerk.surroundings).result(SOON)
+def test_a_worker_finds_its_environment_before_any_library(spawn_cluster: Cluster) -> None:
+    environment, torch_was_there = spawn_cluster.start("spare", Clerk).call(Clerk.surroundings).result(SOON)
     assert environment["OMP_NUM_THREADS"] == "1" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["CUDA_VISIBLE_DEVICES"] == "", "none was asked for"
     assert not torch_was_there
@@ -105,10 +105,10 @@ def test_whoever_calls_is_not_held_up_by_a_process_that_does_not_listen(spawn_cl
             future.result(SOON)
 
 
-def test_arguments_are_those_of_the_moment_of_the_call(clerk: Clerks) -> None:
-    clerk[0].call(Clerk.sleep, 0.3)
+def test_arguments_are_those_of_the_moment_of_the_call(clerks: Clerks) -> None:
+    clerks[0].call(Clerk.sleep, 0.3)
     array = np.ones(1000)
-    future = clerk[0].call(Clerk.echo, array)
+    future = clerks[0].call(Clerk.echo, array)
     array[:] = 0
     assert (future.result(SOON) == 1).all()
 
