@@ -24,7 +24,7 @@ TEST = [
 EXTRAS = {
     "paddle": ["paddleocr>=3.7,<4"],
     "vllm": ["vllm==0.30.0", "vllm-omni==0.30.0"],
-    "tq": ["TransferQueue>=0.1.11,<0.2"],
+    "transfer_queue": ["TransferQueue>=0.1.11,<0.2"],
     "server": ["fastapi>=0.115", "uvicorn>=0.30"],
     "video": ["av>=13"],
     "pretrain": ["matplotlib>=3.9"],

@@ -3,7 +3,7 @@
     python -m benchmarks.publish                          # SD3.5-Medium's size on a GPU; a tiny model without one
     python -m benchmarks.publish --transport broadcast    # two GPUs, NCCL
 
-The model is built from SD3.5-Medium's published configuration with random weights. Every mode is published several
+The model has SD3.5-Medium's published architecture and random weights (`random_sd3`). Every mode is published several
 times, with the whole protocol: plan, comparison, transfer, checksums on both sides, commit. Afterwards the engine's own
 weights are compared with the trainer's once more, from the module itself.
 """
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import flowrl
+from benchmarks.random_sd3 import build_medium
 from flowrl.config import LoRA
 from flowrl.distributed.launch.base import Cluster, Place, Remote
 from flowrl.distributed.launch.spawn import Spawn
@@ -43,27 +44,7 @@ from flowrl.models.sd3 import LORA_TARGETS
 RESULTS = Path(__file__).parent / "results"
 MODES: tuple[Mode, ...] = ("full", "merged", "lora")
 GB = 1e9
-SD35_MEDIUM = {
-    "sample_size": 128,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 384,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-}
-TINY = SD35_MEDIUM | {
-    "num_layers": 4,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 64,
-    "caption_projection_dim": 256,
-    "pooled_projection_dim": 64,
-    "pos_embed_max_size": 16,
-    "dual_attention_layers": (0, 1),
-}
+TINY = {"num_layers": 4, "num_heads": 4, "text_width": 64, "pooled_width": 64, "num_positions": 16}
 RANK = 32
 
 
@@ -155,12 +136,10 @@ def check(trainer: Remote[Trainer], engine: Remote[Engine], manifest: Manifest) 
 
 def build(seed: int, tiny: bool) -> tuple[nn.Module, torch.device]:
     """A bfloat16 transformer with random weights, on the GPU if there is one."""
-    from diffusers import SD3Transformer2DModel
-
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(seed)
     with torch.device(device):
-        module = SD3Transformer2DModel(**(TINY if tiny else SD35_MEDIUM))
+        module = build_medium(**TINY) if tiny else build_medium()
     return nn.Module.to(module, torch.bfloat16).requires_grad_(False), device
 
 

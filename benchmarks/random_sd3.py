@@ -1,4 +1,7 @@
-"""A model of Stable Diffusion 3.5 Medium's size with random weights: nothing to download, as slow as the real one."""
+"""A model of Stable Diffusion 3.5 Medium's size with random weights: nothing to download, as slow as the real one.
+
+The one description of it for all benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,22 @@ from flowrl.tiny.build import Denoiser, Size, build_pipeline, build_tokenizer
 SMALL = Size(width=64, layers=1, heads=1, text_width=32, text_layers=2, text_heads=2)  # the text encoders
 
 
-def build_medium(num_layers: int = 24, num_heads: int = 24) -> SD3Transformer2DModel:
-    """The architecture of SD3.5 Medium (2.2 B parameters by default), except for the width of its text tokens."""
+def build_medium(
+    num_layers: int = 24,
+    num_heads: int = 24,
+    text_width: int = 4096,
+    pooled_width: int = 2048,
+    num_positions: int = 384,
+) -> SD3Transformer2DModel:
+    """The published architecture of SD3.5 Medium (2.2 B parameters), or less of it.
+
+    Args:
+        num_layers: of the transformer; 13 of them, or all if there are fewer, have two attentions.
+        num_heads: of 64 channels.
+        text_width: of a text token.
+        pooled_width: of a whole text.
+        num_positions: along each side of the grid of positions.
+    """
     return SD3Transformer2DModel(
         sample_size=128,
         patch_size=2,
@@ -22,22 +39,23 @@ def build_medium(num_layers: int = 24, num_heads: int = 24) -> SD3Transformer2DM
         num_layers=num_layers,
         num_attention_heads=num_heads,
         attention_head_dim=64,
-        joint_attention_dim=2 * SMALL.text_width,
+        joint_attention_dim=text_width,
         caption_projection_dim=64 * num_heads,
-        pooled_projection_dim=2 * SMALL.text_width,
-        pos_embed_max_size=384,
+        pooled_projection_dim=pooled_width,
+        pos_embed_max_size=num_positions,
         dual_attention_layers=tuple(range(min(13, num_layers))),
         qk_norm="rms_norm",
     )
 
 
 def save_medium(folder: Path, device: torch.device, num_layers: int = 24, num_heads: int = 24) -> int:
-    """Write an ordinary pipeline folder in bfloat16; returns the parameters of the transformer."""
+    """Write an ordinary pipeline folder in bfloat16, with small text encoders; returns the transformer's parameters."""
     tokenizer = build_tokenizer()
     denoiser = Denoiser(SMALL, tokenizer)
     with device:
         torch.manual_seed(0)
-        transformer = build_medium(num_layers, num_heads).to(torch.bfloat16)
+        width = 2 * SMALL.text_width
+        transformer = build_medium(num_layers, num_heads, text_width=width, pooled_width=width).to(torch.bfloat16)
         torch.nn.init.normal_(transformer.proj_out.weight, std=0.02)  # else it draws nothing but zeros
     denoiser.transformer = transformer
     vae = AutoencoderKL(

@@ -141,9 +141,10 @@ class FSDP:
     """How the trained model is spread over several ranks; a single rank holds it whole."""
 
     reshard_after_forward: bool = True  # false keeps blocks gathered until the backward pass: faster, more memory
+    param_dtype: str | None = None  # full training: what weights are gathered and computed in; null = the model's dtype
     reduce_dtype: str = "float32"  # gradients are summed over ranks in it: float32 | bfloat16
     cpu_offload: bool = False  # parameters, gradients and optimiser state on the host; full training only
-    load_wave_size: int = 1  # ranks of one host that read the model at the same time
+    load_wave_size: int = 1  # ranks of one host, or rollout workers of all, that read the model at the same time
 
 
 @dataclass
@@ -172,6 +173,7 @@ class Rollout:
     gather: str = "auto"  # layout shared, several ranks: hold all blocks gathered while sampling: auto | always | never
     num_workers: int = 1  # layout standalone: processes that only sample
     num_gpus_per_worker: float = 1.0  # where there are GPUs
+    timeout_s: float = 1800.0  # for a worker to draw the next group; then it counts as dead
     on_death: str = "stop"  # of a rollout worker (standalone): stop | restart
     max_restarts: int = 3  # of the whole run, with on_death=restart
 

@@ -19,6 +19,7 @@ from flowrl.buffer.base import Buffer
 from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward, assemble
 from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
 from flowrl.distributed.launch.base import Launcher
+from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.lora import ADAPTER_FILES
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics
@@ -114,14 +115,25 @@ _POSITIVE = (
     "actor.optimizer.eps",
     "actor.optimizer.max_grad_norm",
     "rollout.num_gpus_per_worker",
+    "rollout.timeout_s",
     "actor.timeout_s",
     "weight_sync.timeout_s",
 )
+_DTYPES = ("float32", "bfloat16")
 _ONE_OF = {
     "device": ("auto", "cpu", "cuda"),
     "data.target": TARGETS,
     "actor.mode": ("lora", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
+    "actor.master_dtype": _DTYPES,
+    "actor.fsdp.param_dtype": (None, *_DTYPES),
+    "actor.fsdp.reduce_dtype": _DTYPES,
+    "rollout.gather": ("auto", "always", "never"),
+    "rollout.on_death": ("stop", "restart"),
+    "weight_sync.mode": ("auto", "lora", "merged", "full"),
+    "weight_sync.transport": ("auto", "broadcast", "cuda_ipc", "object_store"),
+    "weight_sync.wire_dtype": (None, *_DTYPES),
+    "weight_sync.staging": ("device", "host"),
 }
 _AT_LEAST_IN_REWARD = {"num_workers": 0, "retries": 0}
 _AT_LEAST_IN_EVALUATION = {"every": 0, "samples_per_prompt": 1, "num_steps": 1}
@@ -156,12 +168,17 @@ def _choices(run: Config) -> Iterator[Problem]:
     for path, allowed in _ONE_OF.items():
         value = attrgetter(path)(run)
         if value not in allowed:
-            yield Problem(path, f"must be {' or '.join(allowed)}, got {value!r}.")
+            names = ["null" if choice is None else choice for choice in allowed]
+            yield Problem(path, f"must be {' or '.join(names)}, got {value!r}.")
 
 
 def _place(run: Config) -> Iterator[Problem]:
     """Where the run is computed and where it is kept."""
-    if run.device == "cuda" and torch.cuda.device_count() == 0:  # counts through NVML, without initialising CUDA
+    if isinstance(run.launcher, Ray) and run.launcher.address is not None:  # this machine may be the only one without
+        if run.device == "auto":
+            message = "cannot be auto with launcher.address: the cluster's machines differ from this one."
+            yield Problem("device", message, "Set device=cuda or device=cpu.")
+    elif run.device == "cuda" and torch.cuda.device_count() == 0:  # counts through NVML, without initialising CUDA
         yield Problem("device", "is cuda, but torch sees no CUDA device.", "Set device=cpu, or install torch for CUDA.")
     parts = Path(run.name).parts
     if not parts or Path(run.name).is_absolute() or ".." in parts:

@@ -347,11 +347,12 @@ class Needs:
     rollout: Literal["sde", "ode"] = "sde"  # are stochastic transitions stored, or only x_0?
     snapshots: Mapping[str, Decay | None] = field(default_factory=dict)
     behaviour: str | None = None  # the snapshot that samples rollouts; None = the policy
+    on_policy: bool = False  # must the weights at a cycle's start be those that drew its samples?
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """A pure loss. The actor calls the four methods in this order and knows no algorithm by name."""
+    """A pure loss. Its four methods are called in this order, by code that knows no algorithm by name."""
 
     @property
     def needs(self) -> Needs:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.config import Config, Problem
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics, Transition
+from flowrl.flow.importance import TruncatedImportance
 from flowrl.types import SHARED, Samples, TrainBatch, Velocities, Velocity
 
 ROWS_AT_A_TIME = 64
@@ -74,6 +75,7 @@ class Transitions(TrainBatch):
     old_log_prob: Tensor  # [T] float64
     old_mean: Tensor | None = None  # [T, ...] mean of the old policy's transition
     reference_velocity: Tensor | None = None  # [T, ...]
+    importance: Tensor | None = None  # [T] float64, of samples that an older policy drew
     sigmas: Tensor = field(kw_only=True, metadata=SHARED)
     dynamics: Dynamics = field(kw_only=True, metadata=SHARED)
 
@@ -86,10 +88,18 @@ def replay(batch: Transitions, velocity: Velocity) -> tuple[Tensor, Transition, 
     return v, transition, batch.dynamics.log_prob(batch.next_sample, transition)
 
 
-def freeze_transitions(samples: Samples, velocities: Velocities, old_log_prob: str, *, keep_mean: bool) -> Transitions:
+def freeze_transitions(
+    samples: Samples,
+    velocities: Velocities,
+    old_log_prob: str,
+    *,
+    keep_mean: bool,
+    correction: TruncatedImportance | None = None,
+) -> Transitions:
     """The rows of a policy-gradient cycle, with pi_old and the reference evaluated once on the weights before it.
 
-    `old_log_prob="replay"` recomputes pi_old with the trainer's own forward, `"rollout"` trusts the recorded one.
+    `old_log_prob="replay"` recomputes pi_old with the trainer's own forward, `"rollout"` trusts the recorded one. With
+    a `correction`, rows are weighted by replayed over recorded: proximal over behaviour policy.
     """
     trajectory = samples.trajectory
     num_steps = trajectory.step_index.shape[1]
@@ -111,6 +121,7 @@ def freeze_transitions(samples: Samples, velocities: Velocities, old_log_prob: s
             batch,
             old_log_prob=log_probs if old_log_prob == "replay" else batch.old_log_prob,
             old_mean=means if keep_mean else None,
+            importance=None if correction is None else correction.weights(log_probs, batch.old_log_prob),
         )
     if "reference" in velocities.snapshots:
         sigma = batch.sigmas[batch.step_index]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from flowrl.algorithms.base import AlgorithmBase, Transitions, clipped_surrogate, freeze_transitions, replay
 from flowrl.flow.dynamics.base import Transition
+from flowrl.flow.importance import TruncatedImportance
 from flowrl.flow.kl import KL_FORMS, kl_divergence
 from flowrl.flow.noise import Noise
 from flowrl.types import Loss, Needs, Samples, TrainBatch, Velocities, Velocity
@@ -23,6 +25,8 @@ class FlowGRPO(AlgorithmBase):
         old_log_prob: "replay" (the trainer's forward before the first update) or "rollout" (as recorded).
         kl_coef: weight of the penalty to the reference policy; 0 does not evaluate the reference.
         kl: form of the penalty (`flow.kl`): "gaussian", "flow_grpo", "x" or "v".
+        correction: weights for samples that an older policy drew (`flow.importance`), in asynchronous training; needs
+            `old_log_prob="replay"`. null = none.
         target_kl: end a cycle early once an update's mean `approx_kl` exceeds this; null = never.
     """
 
@@ -32,6 +36,7 @@ class FlowGRPO(AlgorithmBase):
     kl_coef: float = 0.0
     kl: str = "gaussian"
     target_kl: float | None = None
+    correction: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,17 +50,27 @@ class FlowGRPO(AlgorithmBase):
             raise ValueError(f"kl must be one of {', '.join(KL_FORMS)}, got {self.kl!r}.")
         if self.kl_coef < 0:
             raise ValueError(f"kl_coef must not be negative, got {self.kl_coef}.")
+        if self.correction is not None and not isinstance(self.correction, TruncatedImportance):
+            raise ValueError(
+                f"correction must be flow.importance.TruncatedImportance or null, got {self.correction!r}."
+            )
+        if self.correction is not None and self.old_log_prob != "replay":
+            raise ValueError("correction compares the replayed policy with the recorded one: set old_log_prob=replay.")
         if self.target_kl is not None and self.target_kl <= 0:
             raise ValueError(f"target_kl must be positive or null, got {self.target_kl}.")
 
     @property
     def needs(self) -> Needs:
         """Stochastic transitions; the reference only if it is penalised."""
-        return Needs(rollout="sde", snapshots={"reference": None} if self.kl_coef else {})
+        return Needs(
+            rollout="sde",
+            snapshots={"reference": None} if self.kl_coef else {},
+            on_policy=self.old_log_prob == "replay" and self.correction is None,
+        )
 
     def freeze(self, samples: Samples, velocities: Velocities, noise: Noise) -> Transitions:
         """pi_old and the reference velocity of every row."""
-        return freeze_transitions(samples, velocities, self.old_log_prob, keep_mean=False)
+        return freeze_transitions(samples, velocities, self.old_log_prob, keep_mean=False, correction=self.correction)
 
     def loss(self, micro: TrainBatch, velocity: Velocity) -> Loss:
         """Clipped surrogate plus `kl_coef` times the penalty."""
@@ -71,6 +86,10 @@ class FlowGRPO(AlgorithmBase):
             "approx_kl": 0.5 * change.detach().square(),
             "log_prob_abs_diff": change.detach().abs(),
         }
+        if micro.importance is not None:
+            terms = terms * micro.importance
+            means["importance"] = micro.importance
+            means["importance_rejected"] = (micro.importance == 0).double()
         if micro.reference_velocity is not None:
             anchor = micro.dynamics.transition(micro.sample, micro.reference_velocity, micro.sigmas, micro.step_index)
             penalty = kl_divergence(self.kl, transition, anchor, v, micro.reference_velocity)

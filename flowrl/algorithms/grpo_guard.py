@@ -44,7 +44,7 @@ class GRPOGuard(FlowGRPO):
 
     def freeze(self, samples: Samples, velocities: Velocities, noise: Noise) -> Transitions:
         """Flow-GRPO's, and mu_old."""
-        return freeze_transitions(samples, velocities, self.old_log_prob, keep_mean=True)
+        return freeze_transitions(samples, velocities, self.old_log_prob, keep_mean=True, correction=self.correction)
 
     def log_ratio(self, micro: Transitions, transition: Transition, change: Tensor) -> tuple[Tensor, Tensor | float]:
         """The regulated ratio, and 1 / h."""

@@ -187,9 +187,9 @@ class ReplayBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, in a new buffer.
 
-        What was drawn is gone, so every group that had not failed is pending again, counted as restored; `pending` lists
-        them. Failed groups still wait for a decision. Raises AccountingError if the buffer is not new, and ValueError
-        for a state that does not add up.
+        What was drawn is gone, so every group that had not failed is pending again, counted as restored; `pending`
+        lists them. Failed groups still wait for a decision. Raises AccountingError if the buffer is not new, and
+        ValueError for a state that does not add up.
         """
         with self._changed:
             self._ledger.load_state_dict(state)
@@ -201,7 +201,7 @@ class ReplayBuffer:
             raise self._closed
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Holding the lock before and after. In short turns, since a signal that comes just before one is seen after it."""
+        """Holding the lock before and after. In short turns: a signal that comes just before one is seen after it."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._check_open()
         while not ready():

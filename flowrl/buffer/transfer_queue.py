@@ -1,7 +1,8 @@
 """`buffer=transfer_queue`: heavy parts move to the storage units of the TransferQueue package.
 
-A worker, the keeper, starts the package's actors and moves what is put; the driver touches nothing heavy. Whoever fetches
-a handle asks the storage units directly. The books are the same as everywhere: of the package, only its storage is used.
+A worker, the keeper, starts the package's actors and moves what is put; the driver touches nothing heavy. Whoever
+fetches a handle asks the storage units directly. The books are the same as everywhere: of the package, only its storage
+is used.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from flowrl.buffer.base import Buffer
@@ -23,6 +25,9 @@ from flowrl.distributed.launch.base import Cluster, Place, Remote
 from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.records import pack, restore
 from flowrl.types import Handle, ScoredGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INSTALL = "pip install 'flowrl[transfer_queue]'"
 KEEPER = "transfer-queue"
@@ -35,8 +40,8 @@ QUIET = {"TQ_LOGGING_LEVEL": "ERROR", "TQ_NUM_THREADS": "1"}  # or it warns of f
 class TransferQueueBuffer(Buffer):
     """Storage units of their own, spread over the hosts of Ray's cluster, hold what is to be trained on.
 
-    The package must be installed on every host; a cluster has one queue at a time. Its ports are open to the network and
-    take pickled objects from anybody: only where the network can be trusted.
+    The package must be installed on every host; a cluster has one queue at a time. Its ports are open to the network
+    and unpickle what anybody sends: only where the network can be trusted.
 
     Args:
         num_data_storage_units: processes that hold the data.
@@ -76,10 +81,14 @@ class TransferQueueBuffer(Buffer):
     def store(self, cluster: Cluster) -> Iterator[Store]:
         """Start the package's processes, and end them."""
         keeper = cluster.start(KEEPER, Keeper)
-        store = QueueStore(keeper, self.timeout_s)
-        ask(keeper, self.start_timeout_s, Keeper.open, self.num_data_storage_units, self.total_storage_size)
-        yield store
-        ask(keeper, self.timeout_s, Keeper.close)  # after a failure the cluster ends them with the keeper
+        try:
+            ask(self.start_timeout_s, keeper, Keeper.open, self.num_data_storage_units, self.total_storage_size)
+            yield QueueStore(keeper, self.timeout_s)
+            ask(self.timeout_s, keeper, Keeper.close)
+        finally:
+            keeper.close()  # after a failure, too: Ray ends the actors of a process that has ended
+            if "transfer_queue" in sys.modules:
+                transfer_queue().close()  # or this process would stay with this queue when there is another
 
 
 class QueueStore(Store):
@@ -91,14 +100,14 @@ class QueueStore(Store):
 
     def keep(self, scored: ScoredGroup) -> ScoredGroup:
         key = uuid4().hex
-        sizes = ask(self._keeper, self._timeout_s, Keeper.keep, key, scored.sampled.drawn)
+        sizes = ask(self._timeout_s, self._keeper, Keeper.keep, key, scored.sampled.drawn)
         handle = InTransferQueue(key, sizes, self._timeout_s)
         return replace(scored, sampled=replace(scored.sampled, drawn=handle))
 
     def drop(self, kept: Sequence[ScoredGroup]) -> None:
         keys = [each.sampled.drawn.key for each in kept if isinstance(each.sampled.drawn, InTransferQueue)]
         if keys:
-            ask(self._keeper, self._timeout_s, Keeper.drop, keys)
+            ask(self._timeout_s, self._keeper, Keeper.drop, keys)
 
 
 class Keeper:
@@ -107,8 +116,8 @@ class Keeper:
     def open(self, num_units: int, total_size: int | None) -> None:
         """Start a controller and storage units.
 
-        The package's own `init` is passed over: its actors want a free CPU each, of which a cluster that has exactly its
-        workers' has none, so that it would wait for ever; and it would join whatever queue is there already.
+        The package's own `init` is passed over: its actors want a free CPU each, so it would wait for ever on a cluster
+        that has exactly as many as its workers; and it would join whatever queue is there already.
         """
         settings = {"total_storage_size": total_size, "num_data_storage_units": num_units}
         self.tq = transfer_queue()
@@ -123,10 +132,11 @@ class Keeper:
         except ValueError as error:
             message = "the Ray cluster has a TransferQueue already, of another run or program: set buffer=memory"
             raise RuntimeError(message) from error
-        self.units = [SimpleStorageUnit.options(**options).remote(config=settings) for _ in range(num_units)]
-        infos = [each.get_zmq_server_info.remote().future().result() for each in (controller, *self.units)]
-        units = {info.id: info for info in infos[1:]}
-        backend = {"storage_backend": "SimpleStorage", "SimpleStorage": settings | {"zmq_info": units}}
+        units = [SimpleStorageUnit.options(**options).remote(config=settings) for _ in range(num_units)]
+        self.actors = [controller, *units]  # Ray ends them when they are forgotten
+        infos = [actor.get_zmq_server_info.remote().future().result() for actor in self.actors]
+        storage = settings | {"zmq_info": {info.id: info for info in infos[1:]}}
+        backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
         tree = {"controller": {"zmq_info": infos[0]}, "backend": backend}
         config = OmegaConf.create(tree, flags={"allow_objects": True})
         controller.store_config.remote(config).future().result()
@@ -151,9 +161,7 @@ class Keeper:
     def close(self) -> None:
         """End the package's processes."""
         self.tq.close()
-        for unit in self.units:
-            unit.shutdown.remote()
-        self.units.clear()
+        self.actors.clear()
 
 
 @dataclass(frozen=True)
@@ -198,10 +206,17 @@ def transfer_queue() -> Any:
     return package
 
 
-def ask(keeper: Remote[Keeper], timeout_s: float, method: Any, *args: Any) -> Any:
+def ask(
+    timeout_s: float,
+    keeper: Remote[Keeper],
+    method: Callable[Concatenate[Keeper, P], R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
     """Call and wait. Raises TimeoutError."""
     try:
-        return keeper.call(method, *args).result(timeout_s)
+        return keeper.call(method, *args, **kwargs).result(timeout_s)
     except TimeoutError as error:
         message = f"TransferQueue did not do {method.__name__} within {timeout_s:g} s; see buffer.timeout_s"
         raise TimeoutError(message) from error

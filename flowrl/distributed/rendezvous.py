@@ -6,15 +6,16 @@ No port is chosen before it is bound, so there is none that somebody else can ta
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, with types
 
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl"]
+CONNECT_S = 30.0
 ELSEWHERE = ("192.0.2.1", 9)  # reserved for documentation (RFC 5737): there is nobody, and nothing is sent
 
 
@@ -27,7 +28,14 @@ class Address:
 
 
 def node_address() -> str:
-    """The address at which other hosts reach this one; 127.0.0.1 if it is on no network."""
+    """The address at which other hosts reach this one.
+
+    Under Ray it is the one at which Ray's other nodes do; without, that of the default route, and 127.0.0.1 if there is
+    none.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(ELSEWHERE)
@@ -49,18 +57,27 @@ def open_store(timeout_s: float, host: str | None = None) -> tuple[TCPStore, Add
 
 
 def connect(address: Address, timeout_s: float) -> TCPStore:
-    """The store of another process. Raises torch's DistNetworkError if it cannot be reached in time."""
-    return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    """The store of another process, which listens before its address is told.
+
+    Raises ConnectionError, naming the address, if it cannot be reached within `CONNECT_S`.
+
+    Args:
+        address: told by `open_store`.
+        timeout_s: for others to write what is waited for, and for the connection if that is less.
+    """
+    patience_s = min(timeout_s, CONNECT_S)
+    try:
+        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=patience_s))
+    except dist.DistError as error:
+        raise ConnectionError(
+            f"no connection to {address.host}, port {address.port}, within {patience_s:g} s: is that host reached from "
+            f"here ({node_address()}), and is the port free to all?"
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
-def join(
-    store: Store,
-    rank: int,
-    world_size: int,
-    backend: Backend,
-    timeout_s: float,
-    device: torch.device | None = None,
-) -> None:
+def join(store: Store, rank: int, world_size: int, backend: Backend, timeout_s: float) -> None:
     """Make the default process group of `world_size` ranks; returns when all have come.
 
     Args:
@@ -69,7 +86,6 @@ def join(
         world_size: number of ranks.
         backend: of collectives; "cpu:gloo,cuda:nccl" serves tensors on either device.
         timeout_s: for the ranks to come, and for every collective.
-        device: of this rank, for NCCL to use no other.
     """
     dist.init_process_group(
         backend,
@@ -77,11 +93,4 @@ def join(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device,
     )
-
-
-def leave() -> None:
-    """Give up the default process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

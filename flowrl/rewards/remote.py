@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from flowrl.distributed.launch.base import Cluster, Remote
-from flowrl.distributed.launch.failures import FAULTS, WorkerDied
+from flowrl.distributed.launch.failures import FAULTS, ClusterClosed, WorkerDied
 from flowrl.rewards import scoring
 from flowrl.rewards.scoring import Request, RewardError
 from flowrl.rewards.worker import TIMED_OUT, InlineWorker
@@ -64,8 +64,12 @@ class RemoteWorker:
         """Start the worker unless it runs or is closed."""
         with self._lock:
             if self._remote is None and not self._closed:
-                self._remote = self._spawn()
-                self._loading = self._remote.call(InlineWorker.wait)
+                try:
+                    self._remote = self._spawn()
+                except ClusterClosed:  # the run is ending
+                    self._closed = True
+                else:
+                    self._loading = self._remote.call(InlineWorker.wait)
 
     def wait(self) -> None:
         """Start if need be and wait until everything is loaded."""

@@ -2,57 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
-from flowrl.config import Sampler
-from flowrl.types import Drawn, Group, SampledGroup
+from flowrl.config import Config, Sampler
+from flowrl.types import Drawn, Engine, Group, Policy, SampledGroup, Sampling, Trajectory
+
+SIGMA_TOLERANCE = 1e-6  # an engine may compute the schedule in its own way
 
 
 class EngineError(RuntimeError):
     """An engine gave an incomplete or contradictory group."""
 
 
-def check_complete(sampled: SampledGroup, group: Group, sampler: Sampler, shape: Sequence[int], version: int) -> None:
-    """Raise EngineError unless `sampled` is all of `group`: pictures, latents, next latents, sigmas, step indices.
+def checked(
+    engine: Engine, groups: Sequence[Group], rollout_id: int, run: Config, policy: Policy, version: int
+) -> Iterator[SampledGroup]:
+    """What `engine.generate(groups, rollout_id)` gives, if it is what `run` asks for.
 
     Args:
-        sampled: what the engine gave for `group`.
-        group: what it was asked for.
-        sampler: how it was to be drawn.
-        shape: of one sample's latents.
+        engine: any.
+        groups: what is to be drawn, in this order.
+        rollout_id: of this rollout; it chooses the steps to be stored.
+        run: the configuration.
+        policy: knows the latents' shape and the model's own schedule.
         version: of the weights that the engine holds.
+
+    Raises:
+        EngineError: a group is incomplete or contradicts the request, or there are fewer or more than asked for.
     """
-    drawn: Drawn = sampled.drawn.fetch()
-    trajectory, num_samples = drawn.trajectory, group.num_samples
-    stored = trajectory.step_index.shape[1:]
-    expected = {
-        "latents": (num_samples, *stored, *shape),
-        "next_latents": (num_samples, *stored, *shape),
-        "step_index": (num_samples, *stored),
-        "log_probs": (num_samples, *stored),
-        "final_latents": (num_samples, *shape),
-        "slots": (num_samples,),
-        "group_ids": (num_samples,),
-        "policy_version": (num_samples,),
-        "sigmas": (sampler.num_steps + 1,),
-    }
-    found: dict[str, Tensor] = {name: vars(trajectory)[name] for name in expected}
-    faults = [
-        f"{name} has the shape {list(value.shape)} instead of {list(expected[name])}"
-        for name, value in found.items()
-        if tuple(value.shape) != expected[name]
-    ]
-    faults += [f"{name} is not finite" for name, value in found.items() if not bool(value.isfinite().all())]
-    if sampled.group != group:
-        faults.append(f"it is group {sampled.group.ordinal} instead of {group.ordinal}")
-    if sampled.sampling.policy_version != version:
-        faults.append(f"it claims version {sampled.sampling.policy_version} of the weights instead of {version}")
-    if len(drawn.conditions) != 1:
-        faults.append(f"it has {len(drawn.conditions)} rows of conditions instead of 1")
-    pictures = (num_samples, sampler.height, sampler.width, 3)
-    if sampled.images is not None and sampled.images.shape != pictures:
-        faults.append(f"its pictures have the shape {list(sampled.images.shape)} instead of {list(pictures)}")
-    if faults:
-        raise EngineError(f"rollout.engine gave group {group.ordinal} incomplete: {'; '.join(faults)}")
+    order = Order.of(run, policy, rollout_id, version)
+    for group, sampled in zip_longest(groups, engine.generate(groups, rollout_id)):
+        if group is None or sampled is None:
+            raise EngineError(f"rollout.engine gave {'more' if group is None else 'fewer'} groups than {len(groups)}.")
+        faults = order.faults(sampled, group)
+        if faults:
+            raise EngineError(f"rollout.engine gave group {group.ordinal} not as it was asked to: {'; '.join(faults)}.")
+        yield sampled
+
+
+@dataclass(frozen=True)
+class Order:
+    """How all groups of one rollout are to be drawn."""
+
+    sampler: Sampler
+    steps: tuple[int, ...]  # the stored ones
+    sigmas: Tensor  # float32 [N + 1]
+    shape: tuple[int, ...]  # of one sample's latents
+    version: int
+
+    @classmethod
+    def of(cls, run: Config, policy: Policy, rollout_id: int, version: int) -> Order:
+        """What `run` asks for in this rollout."""
+        sampler = run.sampler
+        stochastic = run.algorithm.needs.rollout == "sde"
+        schedule = sampler.schedule or policy.schedule()
+        return cls(
+            sampler=sampler,
+            steps=tuple(sampler.steps.choose(rollout_id, sampler.num_steps)) if stochastic else (),
+            sigmas=schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width)),
+            shape=tuple(policy.latent_shape(sampler.height, sampler.width, sampler.frames)),
+            version=version,
+        )
+
+    def faults(self, sampled: SampledGroup, group: Group) -> list[str]:
+        """What is wrong with `sampled`, which should be all of `group`."""
+        drawn: Drawn = sampled.drawn.fetch()
+        faults = [*self._unlike(drawn.trajectory, group.num_samples), *self._incomplete(sampled, drawn, group)]
+        # Values are compared where shapes and dtypes are right.
+        return faults or [*self._untrue(drawn.trajectory, group), *self._contradictory(sampled, drawn)]
+
+    def _unlike(self, trajectory: Trajectory, num_samples: int) -> Iterator[str]:
+        """Shapes, dtypes, and numbers that are none."""
+        rows, stored = (num_samples,), (num_samples, len(self.steps))
+        for name, shape, dtype in (
+            ("latents", (*stored, *self.shape), torch.float32),
+            ("next_latents", (*stored, *self.shape), torch.float32),
+            ("step_index", stored, torch.int64),
+            ("log_probs", stored, torch.float64),
+            ("final_latents", (*rows, *self.shape), torch.float32),
+            ("group_ids", rows, torch.int64),
+            ("slots", rows, torch.int64),
+            ("policy_version", rows, torch.int64),
+            ("sigmas", tuple(self.sigmas.shape), torch.float32),
+        ):
+            value: Tensor = vars(trajectory)[name]
+            if tuple(value.shape) != shape:
+                yield f"{name} has the shape {list(value.shape)} instead of {list(shape)}"
+            if value.dtype != dtype:
+                yield f"{name} is {value.dtype} instead of {dtype}"
+            if not bool(value.isfinite().all()):
+                yield f"{name} is not finite"
+
+    def _incomplete(self, sampled: SampledGroup, drawn: Drawn, group: Group) -> Iterator[str]:
+        if sampled.group != group:
+            yield f"it is group {sampled.group.ordinal} instead of {group.ordinal}"
+        if len(drawn.conditions) != 1:
+            yield f"it has {len(drawn.conditions)} rows of conditions instead of 1"
+        pictures = (group.num_samples, self.sampler.height, self.sampler.width, 3)
+        if sampled.images is not None and sampled.images.shape != pictures:
+            yield f"its pictures have the shape {list(sampled.images.shape)} instead of {list(pictures)}"
+        if sampled.images is not None and sampled.images.dtype != "uint8":
+            yield f"its pictures are {sampled.images.dtype} instead of uint8"
+
+    def _untrue(self, trajectory: Trajectory, group: Group) -> Iterator[str]:
+        """Whose samples they are, and how they were drawn."""
+        samples = range(group.num_samples)
+        for name, found, expected in (
+            ("group_ids", trajectory.group_ids.tolist(), [group.ordinal] * len(samples)),
+            ("slots", trajectory.slots.tolist(), list(samples)),
+            ("sample_ids", list(trajectory.sample_ids), [group.sample_id(slot) for slot in samples]),
+            ("policy_version", trajectory.policy_version.tolist(), [self.version] * len(samples)),
+            ("step_index", trajectory.step_index.tolist(), [list(self.steps)] * len(samples)),
+            ("dynamics", trajectory.dynamics, self.sampler.dynamics),
+            ("solver", trajectory.solver, self.sampler.solver),
+        ):
+            if found != expected:
+                yield f"{name} is {found} instead of {expected}"
+        if not torch.allclose(trajectory.sigmas.cpu(), self.sigmas, rtol=0, atol=SIGMA_TOLERANCE):
+            yield f"sigmas is {trajectory.sigmas.tolist()} instead of {self.sigmas.tolist()}"
+
+    def _contradictory(self, sampled: SampledGroup, drawn: Drawn) -> Iterator[str]:
+        """What travels light against what travels heavy."""
+        if sampled.sampling.policy_version != self.version:
+            yield f"it claims version {sampled.sampling.policy_version} of the weights instead of {self.version}"
+        elif sampled.sampling != Sampling.of(drawn):
+            yield "what it says about its sampling is not what its trajectory says"
+        if drawn.conditions.guidance_scale != self.sampler.guidance_scale:
+            asked = self.sampler.guidance_scale
+            yield f"its conditions have the guidance scale {drawn.conditions.guidance_scale} instead of {asked}"

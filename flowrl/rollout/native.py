@@ -1,4 +1,4 @@
-"""The native engine: samples with the trainer's own module."""
+"""The native engine: samples with a module of its own process, the trainer's or a rollout worker's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights; the module is the trainer's, so publishing is naming."""
+        """Version of the weights. Whoever changes them says so by `publish`."""
         return self._version
 
     def publish(self, version: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 from flowrl.config import Config
 from flowrl.device import choose_device, settle_torch
@@ -14,7 +13,7 @@ from flowrl.distributed.weight_sync.manifest import Manifest
 from flowrl.distributed.weight_sync.receiver import Receiver
 from flowrl.distributed.weight_sync.transports.base import Link
 from flowrl.distributed.weight_sync.transports.cuda_ipc import identity
-from flowrl.rollout.checks import EngineError, check_complete
+from flowrl.rollout.checks import checked
 from flowrl.types import Drawn, Engine, Group, InMemory, Policy, SampledGroup
 
 LEFT_BEHIND = InMemory(None)  # stands in a group whose `Drawn` travels beside it
@@ -51,18 +50,12 @@ class RolloutWorker:
     # ------------------------------------------------------------------------------------------ drawing
 
     def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[tuple[SampledGroup, Drawn]]:
-        """The groups in their order, complete or refused, and what is to be trained on beside each.
+        """The groups in their order, as asked for or refused, and what is to be trained on beside each.
 
-        Raises EngineError for an incomplete group, and PublishError while the weights are of no version.
+        Raises EngineError (see `checked`), and PublishError while the weights are of no version.
         """
-        version, sampler = self.receiver.version, self.run.sampler
-        shape = self.policy.latent_shape(sampler.height, sampler.width, sampler.frames)
-        for group, sampled in zip_longest(groups, self.engine.generate(groups, rollout_id)):
-            if group is None or sampled is None:
-                raise EngineError(
-                    f"rollout.engine gave {'more' if group is None else 'fewer'} groups than the {len(groups)}."
-                )
-            check_complete(sampled, group, sampler, shape, version)
+        version = self.receiver.version
+        for sampled in checked(self.engine, groups, rollout_id, self.run, self.policy, version):
             yield replace(sampled, drawn=LEFT_BEHIND), sampled.drawn.fetch()
 
     def sleep(self) -> None:

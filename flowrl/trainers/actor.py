@@ -54,7 +54,7 @@ class Actor:
         policy: the loaded model; its module becomes trainable here, as `settings.mode` says.
         algorithm: the loss.
         settings: the `actor` section.
-        noise: keyed source of training noise and of the order of groups.
+        noise: keyed source of training noise and of an adapter's first weights.
         total_updates: optimiser steps of the whole run, for the learning-rate schedule.
         meter: receives `train/*`.
         average: keep an exponential average of the weights for evaluation (`settings.ema`).
@@ -104,7 +104,9 @@ class Actor:
             checkpoint_blocks(module, policy.blocks)
         if num_ranks() > 1:
             mesh = init_device_mesh(policy.device.type, (num_ranks(),))
-            shard(module, policy.blocks, mesh, settings.fsdp, policy.dtype)
+            named = settings.fsdp.param_dtype
+            dtype = getattr(torch, named) if named else policy.dtype
+            shard(module, policy.blocks, mesh, settings.fsdp, dtype)
         else:
             module.to(policy.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,11 @@ class ActorFleet:
         return gather(self.workers, ActorWorker.collect, [()] * len(self.workers))[0]
 
     def save(self, folder: Path) -> None:
-        """The weights that are evaluated, into an existing folder on the host of rank 0."""
-        gather(self.workers, ActorWorker.save, [(folder,)] * len(self.workers))
+        """The weights that are evaluated, into an existing folder. Raises OSError if rank 0 does not see it, too."""
+        gather(self.workers, ActorWorker.save, [(folder.absolute(),)] * len(self.workers))
+        if not any(folder.iterdir()):
+            message = "rank 0 wrote the weights elsewhere: its host does not share this folder. Set runs=SHARED_FOLDER"
+            raise OSError(errno.ENOENT, message, str(folder))
 
     def offload(self) -> None:
         """Give the GPUs away: parameters and optimiser state go to the host until `reload`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -11,37 +13,34 @@ from flowrl.config import Config, Problem
 from flowrl.distributed.launch.base import Place
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.launch.ray import Ray
+from flowrl.distributed.launch.spawn import Spawn
 from flowrl.distributed.weight_sync.manifest import Mode
 from flowrl.distributed.weight_sync.publisher import Transport
 
 LAYOUTS = ("shared", "colocated", "standalone")
 MODES = {"lora": ("lora", "merged"), "full": ("full",)}  # what an actor of each kind can publish
-DTYPES = ("float32", "bfloat16")
 
 
 def on_gpu(run: Config) -> bool:
-    """Does the run ask for GPUs? Counts them without initialising CUDA."""
+    """Does the run ask for GPUs? Counts this machine's without initialising CUDA; of a cluster `device` must say it."""
     return run.device == "cuda" or (run.device == "auto" and torch.cuda.device_count() > 0)
 
 
 def actor_places(run: Config) -> list[Place]:
-    """One process for each rank; two on each GPU leave a half to either."""
-    share = (0.5 if run.trainer.layout == "colocated" else 1.0) if on_gpu(run) else 0.0
-    return [Place(f"actor-{rank}", num_gpus=share) for rank in range(run.actor.num_ranks)]
+    """One process and one GPU for each rank."""
+    gpus = 1.0 if on_gpu(run) else 0.0
+    return [Place(f"actor-{rank}", num_gpus=gpus) for rank in range(run.actor.num_ranks)]
 
 
 def rollout_places(run: Config) -> list[Place]:
     """Processes that only sample: none (shared), one beside each rank (colocated), or `rollout.num_workers`."""
-    gpu = on_gpu(run)
     match run.trainer.layout:
-        case "colocated":
-            share = 0.5 if gpu else 0.0
-            return [
-                Place(f"rollout-{rank}", num_gpus=share, beside=f"actor-{rank}") for rank in range(run.actor.num_ranks)
-            ]
+        case "colocated":  # on the GPU of its rank, whatever that is
+            gpus = 1.0 if on_gpu(run) else 0.0
+            return [Place(f"rollout-{i}", num_gpus=gpus, beside=f"actor-{i}") for i in range(run.actor.num_ranks)]
         case "standalone":
-            share = run.rollout.num_gpus_per_worker if gpu else 0.0
-            return [Place(f"rollout-{i}", num_gpus=share) for i in range(run.rollout.num_workers)]
+            gpus = run.rollout.num_gpus_per_worker if on_gpu(run) else 0.0
+            return [Place(f"rollout-{i}", num_gpus=gpus) for i in range(run.rollout.num_workers)]
     return []
 
 
@@ -63,9 +62,14 @@ def transport(run: Config) -> Transport:
     """`weight_sync.transport`, with `auto` resolved."""
     if run.weight_sync.transport != "auto":
         return cast("Transport", run.weight_sync.transport)
-    if isinstance(run.launcher, Inline):
+    if isinstance(run.launcher, Inline) or shares_gpus(run):
         return "object_store"
     return "cuda_ipc" if run.trainer.layout == "colocated" and on_gpu(run) else "broadcast"
+
+
+def shares_gpus(run: Config) -> bool:
+    """Are there several rollout workers to a GPU? NCCL wants one for each process."""
+    return run.trainer.layout == "standalone" and on_gpu(run) and run.rollout.num_gpus_per_worker < 1
 
 
 # ---------------------------------------------------------------------------------------------- what is wrong
@@ -73,27 +77,24 @@ def transport(run: Config) -> Transport:
 
 def problems(run: Config) -> Iterator[Problem]:
     """What cannot be placed, dealt out or published. `run.trainer.layout` is one of `LAYOUTS`."""
-    yield from _choices(run)
+    yield from _threads(run)
     yield from _ranks(run)
     yield from _rollout_workers(run)
     if run.trainer.layout != "shared":
         yield from _publication(run)
+    else:
+        for name in ("mode", "transport"):
+            value = vars(run.weight_sync)[name]
+            if value != "auto":
+                message = f"{value} has no effect: trainer.layout=shared publishes nothing."
+                yield Problem(f"weight_sync.{name}", message, "Set it to auto, or another layout.")
 
 
-def _choices(run: Config) -> Iterator[Problem]:
-    sync = run.weight_sync
-    for path, value, allowed in (
-        ("rollout.gather", run.rollout.gather, ("auto", "always", "never")),
-        ("rollout.on_death", run.rollout.on_death, ("stop", "restart")),
-        ("actor.master_dtype", run.actor.master_dtype, DTYPES),
-        ("actor.fsdp.reduce_dtype", run.actor.fsdp.reduce_dtype, DTYPES),
-        ("weight_sync.mode", sync.mode, ("auto", "lora", "merged", "full")),
-        ("weight_sync.transport", sync.transport, ("auto", "broadcast", "cuda_ipc", "object_store")),
-        ("weight_sync.wire_dtype", sync.wire_dtype or "float32", DTYPES),
-        ("weight_sync.staging", sync.staging, ("device", "host")),
-    ):
-        if value not in allowed:
-            yield Problem(path, f"must be {' or '.join(allowed)}, got {value!r}.")
+def _threads(run: Config) -> Iterator[Problem]:
+    if isinstance(run.launcher, Inline | Spawn | Ray):
+        most, asked = 8 * (os.cpu_count() or 1), run.launcher.num_threads  # far more end a process without a word
+        if not 0 <= asked <= most:
+            yield Problem("launcher.num_threads", f"must be from 0 to {most}, got {asked}.")
 
 
 def _ranks(run: Config) -> Iterator[Problem]:
@@ -107,7 +108,7 @@ def _ranks(run: Config) -> Iterator[Problem]:
         nearest = [n for n in range(1, per_update + 1) if per_update % n == 0]
         below, above = max(n for n in nearest if n < ranks), min((n for n in nearest if n > ranks), default=None)
         hint = f"Set actor.num_ranks={below}" + (f" or {above}" if above else "")
-        step = ranks // _common(ranks, prompts // updates)
+        step = ranks // math.gcd(ranks, prompts // updates)
         more = -(-samples // step) * step
         yield Problem(
             "actor.num_ranks",
@@ -122,24 +123,22 @@ def _ranks(run: Config) -> Iterator[Problem]:
         yield Problem("actor.fsdp.cpu_offload", "needs several ranks: one rank shards nothing.", "Set it to false.")
 
 
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
-
-
 def _rollout_workers(run: Config) -> Iterator[Problem]:
     layout, rollout = run.trainer.layout, run.rollout
     if layout != "standalone":
-        if rollout.num_workers != 1:
-            message = f"is for trainer.layout=standalone; {layout} has as many as there are ranks."
-            yield Problem("rollout.num_workers", message, "Set it to 1.")
+        for name in ("num_workers", "num_gpus_per_worker"):
+            if vars(rollout)[name] != 1:
+                message = f"is for trainer.layout=standalone; {layout} has as many as there are ranks."
+                yield Problem(f"rollout.{name}", message, "Set it to 1.")
         if rollout.on_death == "restart":
             message = f"is for trainer.layout=standalone: in {layout} a lost process takes weights with it."
             yield Problem("rollout.on_death", message, "Set it to stop.")
     elif isinstance(run.launcher, Inline) and rollout.num_workers > 1:
         message = f"must be 1 in one process, got {rollout.num_workers}."
         yield Problem("rollout.num_workers", message, "Set launcher=spawn or launcher=ray.")
+    if rollout.num_gpus_per_worker > 1:
+        message = f"must be at most 1: a worker computes on one GPU; got {rollout.num_gpus_per_worker}."
+        yield Problem("rollout.num_gpus_per_worker", message)
 
 
 def _publication(run: Config) -> Iterator[Problem]:
@@ -149,7 +148,9 @@ def _publication(run: Config) -> Iterator[Problem]:
         yield Problem("weight_sync.mode", message, f"Set weight_sync.mode={allowed[-1]}, or auto.")
     inline = isinstance(run.launcher, Inline)
     reasons = {
-        "broadcast": "needs separate processes" if inline else "",
+        "broadcast": "needs separate processes"
+        if inline
+        else ("needs a GPU for each worker" if shares_gpus(run) else ""),
         "cuda_ipc": ""
         if run.trainer.layout == "colocated" and on_gpu(run) and not inline
         else "needs two processes on one GPU: trainer.layout=colocated",

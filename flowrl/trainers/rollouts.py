@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -25,6 +25,8 @@ from flowrl.types import Group, SampledGroup
 
 GRACE_S = 10.0  # for all parties of a publication that has failed to say so
 
+Arrivals = SimpleQueue[SampledGroup | BaseException | None]  # a group, a worker's failure, or the end of its work
+
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,48 @@ class Rollouts(Protocol):
     def publish(self, version: int) -> None:
         """The actor's present weights are `version`: sample with them from now on."""
         ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a worker draws in one go, all with the same stochastic steps."""
+
+    groups: Sequence[Group]
+    rollout_id: int
+
+
+class Source(Protocol):
+    """Where workers get their next chunk; asked by several threads."""
+
+    def next(self) -> Chunk | None:
+        """Waits until there is one; None when no more will come."""
+        ...
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Another worker may have it."""
+        ...
+
+
+class Listed:
+    """A source that is known from the beginning, and never makes anyone wait."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = deque(chunks)
+
+    def next(self) -> Chunk | None:
+        """See `Source`."""
+        try:
+            return self._chunks.popleft()
+        except IndexError:
+            return None
+
+    def give_back(self, chunk: Chunk) -> None:
+        """See `Source`."""
+        self._chunks.append(chunk)
+
+    def clear(self) -> None:
+        """Nothing more is to be done."""
+        self._chunks.clear()
 
 
 class SharedRollouts:
@@ -89,16 +133,19 @@ class SeparateRollouts:
 
     def publish(self, version: int) -> None:
         """See `Rollouts`. Raises PublishError once the retries are used up; all workers then hold the old version."""
+        if version == self.version:  # the batch has changed nothing
+            return
         if self._turns:
             gather(self.workers, RolloutWorker.wake, [()] * len(self.workers))
-        while self.version != version:
-            try:
-                published = self.publisher.publish(version, self.workers)
-                self.version = version
-                for name, value in published.metrics().items():
-                    self.meter.gauge(name, value)
-            except WorkerDied as death:
-                self._replace(death)
+        with self._lock:
+            while self.version != version:
+                try:
+                    published = self.publisher.publish(version, self.workers)
+                    self.version = version
+                    for name, value in published.metrics().items():
+                        self.meter.gauge(name, value)
+                except WorkerDied as death:
+                    self._replace(death)
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
 
@@ -107,48 +154,66 @@ class SeparateRollouts:
     def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
         """See `Rollouts`. Each worker takes the next few groups as soon as it has done its last."""
         with self._turn():
-            per_call = max(1, self.run.rollout.batch_size // groups[0].num_samples)
-            per_call = min(per_call, -(-len(groups) // len(self.workers)))
-            todo = deque(groups[i : i + per_call] for i in range(0, len(groups), per_call))
-            arrived: SimpleQueue[SampledGroup | BaseException] = SimpleQueue()
+            size = self.chunk_size(len(groups), groups[0].num_samples)
+            source = Listed([Chunk(groups[i : i + size], rollout_id) for i in range(0, len(groups), size)])
+            arrived: Arrivals = SimpleQueue()
             threads = ThreadPoolExecutor(len(self.workers), "flowrl-rollout")
             for index in range(len(self.workers)):
-                threads.submit(self._serve, index, todo, rollout_id, arrived).add_done_callback(
-                    partial(_report, arrived)
-                )
+                serving = threads.submit(self.serve, index, source, arrived.put)
+                serving.add_done_callback(lambda done: arrived.put(done.exception()))
+            num_serving = len(self.workers)
             try:
-                for _ in groups:
+                while num_serving:
                     item = arrived.get()
-                    if isinstance(item, BaseException):
+                    if item is None:
+                        num_serving -= 1
+                    elif isinstance(item, BaseException):
                         raise item
-                    yield item
+                    else:
+                        yield item
             finally:
-                todo.clear()
+                source.clear()
                 threads.shutdown(wait=False)
 
-    def _serve(
-        self,
-        index: int,
-        todo: deque[Sequence[Group]],
-        rollout_id: int,
-        arrived: SimpleQueue[SampledGroup | BaseException],
-    ) -> None:
-        """One worker's turns, until nothing is left to be done."""
-        while todo:
+    def chunk_size(self, num_groups: int, num_samples: int) -> int:
+        """Groups that a worker draws in one go: a full forward, unless that leaves other workers without work."""
+        return min(max(1, self.run.rollout.batch_size // num_samples), -(-num_groups // len(self.workers)))
+
+    def serve(self, index: int, source: Source, sink: Callable[[SampledGroup], None]) -> None:
+        """Draw what `source` has with one worker until nothing comes any more; `sink` gets every group once.
+
+        A worker that dies is replaced, if that is the policy, and what it left undone goes back to the source.
+        """
+        while (chunk := source.next()) is not None:
+            left = {group.ordinal: group for group in chunk.groups}
             try:
-                chunk = todo.popleft()
-            except IndexError:  # another worker was faster
-                return
-            left = {group.ordinal: group for group in chunk}
-            try:
-                for sampled, handle in self.workers[index].stream(RolloutWorker.generate, chunk, rollout_id):
+                for sampled in self._drawn(self.workers[index], chunk):
                     del left[sampled.group.ordinal]
-                    arrived.put(replace(sampled, drawn=handle))
+                    sink(sampled)
             except WorkerDied as death:
                 with self._lock:
                     self._replace(death)
                     self.publisher.publish(self.version, [self.workers[index]])
-                todo.append(list(left.values()))
+                if left:
+                    source.give_back(Chunk(list(left.values()), chunk.rollout_id))
+
+    def _drawn(self, worker: Remote[RolloutWorker], chunk: Chunk) -> Iterator[SampledGroup]:
+        """As they come. A worker that draws nothing for too long is killed, and counts as dead."""
+        stream = worker.stream(RolloutWorker.generate, chunk.groups, chunk.rollout_id)
+        while True:
+            asked = stream.ask()
+            try:
+                item = asked.result(self.run.rollout.timeout_s)
+            except TimeoutError as error:
+                if asked.done():  # the worker's own
+                    raise
+                worker.close(grace_s=0)
+                cause = f"drew nothing for {self.run.rollout.timeout_s:g} s (rollout.timeout_s), and was killed"
+                raise WorkerDied(worker.name, cause) from error
+            if item is None:
+                return
+            sampled, handle = item
+            yield replace(sampled, drawn=handle)
 
     def _replace(self, death: WorkerDied) -> None:
         """Another process in its place, without weights yet. Raises `death` if that is not the policy."""
@@ -161,7 +226,7 @@ class SeparateRollouts:
         index = self.names.index(death.worker)
         self.workers[index].close()
         self.workers[index] = self._start(self.names[index])
-        self.workers[index].call(RolloutWorker.load).result()
+        self.workers[index].call(RolloutWorker.load).result(self.run.rollout.timeout_s)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -178,9 +243,3 @@ class SeparateRollouts:
 def _waves(workers: Sequence[Remote[RolloutWorker]], size: int) -> Iterator[Sequence[Remote[RolloutWorker]]]:
     """A few at a time, so that a host does not hold a copy of the model for every one of them."""
     yield from (workers[i : i + size] for i in range(0, len(workers), size))
-
-
-def _report(arrived: SimpleQueue[SampledGroup | BaseException], done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-        arrived.put(error)

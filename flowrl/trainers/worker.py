@@ -23,14 +23,14 @@ from flowrl.distributed.weight_sync.sender import Sender
 from flowrl.distributed.weight_sync.transports.base import Link
 from flowrl.distributed.weight_sync.transports.cuda_ipc import identity
 from flowrl.flow.noise import Noise
+from flowrl.rollout.checks import checked
 from flowrl.rollout.native import NativeEngine
+from flowrl.rollout.worker import LEFT_BEHIND
 from flowrl.tracking.metrics import Meter, memory_metrics
 from flowrl.trainers import placement
 from flowrl.trainers.actor import Actor, Progress
 from flowrl.trainers.shares import Share
-from flowrl.types import Drawn, Engine, Group, InMemory, SampledGroup
-
-LEFT_BEHIND = InMemory(None)  # stands in a group whose `Drawn` travels beside it
+from flowrl.types import Drawn, Engine, Group, SampledGroup
 
 
 class ActorWorker:
@@ -43,7 +43,6 @@ class ActorWorker:
     store: TCPStore  # of rank 0, where the others met
     device: torch.device
     actor: Actor
-    engine: Engine
     judge: NativeEngine
     sender: Sender
 
@@ -52,6 +51,7 @@ class ActorWorker:
         self.total_updates = total_updates
         self.rank = rank
         self.meter = Meter()
+        self.engine: Engine | None = None  # opened when it is first asked to draw: only layout shared does
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -78,7 +78,6 @@ class ActorWorker:
             self.actor = Actor(
                 policy, run.algorithm, run.actor, noise, self.total_updates, self.meter, average=evaluation.use_ema
             )
-        self.engine = run.rollout.engine.open(run, policy)
         sync = run.weight_sync
         self.sender = Sender(
             policy.module,
@@ -101,9 +100,11 @@ class ActorWorker:
 
     def generate(self, groups: Sequence[Group], rollout_id: int, version: int) -> Iterator[tuple[SampledGroup, Drawn]]:
         """The groups drawn with the weights that rollouts sample with, and what is to be trained on beside each."""
+        if self.engine is None:
+            self.engine = self.run.rollout.engine.open(self.run, self.actor.policy)
         self.engine.publish(version)
         with self.actor.behaviour(), self._whole():
-            for sampled in self.engine.generate(groups, rollout_id):
+            for sampled in checked(self.engine, groups, rollout_id, self.run, self.actor.policy, version):
                 yield replace(sampled, drawn=LEFT_BEHIND), sampled.drawn.fetch()
 
     def evaluate(self, groups: Sequence[Group], version: int) -> Iterator[tuple[SampledGroup, Drawn | None]]:

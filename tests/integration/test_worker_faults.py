@@ -143,6 +143,15 @@ def test_a_worker_that_hangs_fails_the_publication_in_time_and_all_keep_the_old_
         assert [w.call(version_of).result() for w in rollouts.workers] == [1, 1]
 
 
+def test_a_worker_that_draws_nothing_counts_as_dead(tiny_folder: Path) -> None:
+    run = standalone(tiny_folder, "rollout.timeout_s=3")
+    with ranks(Spawn(), run) as processes:
+        rollouts = workers(processes, run)
+        os.kill(rollouts.workers[1].call(pid).result(), signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=r"rollout-1 drew nothing for 3 s \(rollout.timeout_s\)"):
+            list(rollouts.generate(tiny.groups(8, 2), 0))
+
+
 def version_of(worker: RolloutWorker) -> int:
     return worker.receiver.version
 

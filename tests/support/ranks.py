@@ -51,6 +51,7 @@ def adopt(worker: ActorWorker, run: Config) -> None:
     torch.manual_seed(worker.rank)  # whatever is global must not matter
     worker.run = run
     worker.meter = Meter()
+    worker.engine = None
     worker.load()
 
 

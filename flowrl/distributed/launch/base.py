@@ -7,16 +7,17 @@ the actor lives, so type checkers see it. Heavy results stay behind a `Handle`.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from flowrl.config import Config, Problem
-from flowrl.distributed.launch.failures import WorkerDied, is_consequence, root
+from flowrl.distributed.launch.failures import ClusterClosed, WorkerDied, is_consequence, root
 
 if TYPE_CHECKING:
     from flowrl.types import Handle
@@ -77,8 +78,8 @@ class Stream(ABC, Generic[T]):
 class Remote(ABC, Generic[W]):
     """A worker somewhere. Calls return at once and run in turn, in the order in which they were made.
 
-    An exception in the worker is raised by the caller's `result()` as itself (`WorkerError` if it cannot be pickled)
-    with a note: the worker's name and traceback. `WorkerDied` says that its process ended.
+    An exception in the worker is raised by the caller's `result()` as itself (`WorkerError` if it cannot be pickled);
+    its cause is a `WorkerTraceback`. `WorkerDied` says that its process ended.
     """
 
     name: str
@@ -105,16 +106,39 @@ class Remote(ABC, Generic[W]):
 class Cluster(ABC):
     """Reserved places."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a worker is started before the end, and ended with the others, or not at all
+        self._closed = False
+        self._workers: Mapping[str, Remote[Any]] = {}  # by place
+
     def start(self, place: str, make: Callable[[], W]) -> Remote[W]:
         """Start a worker process, which calls `make`; does not wait. What `make` raises comes from the first call.
 
-        A second worker at the same place replaces the first, which is killed if it still lives.
+        A second worker at the same place replaces the first, which is killed if it still lives. Raises ClusterClosed
+        after `close`: whoever replaces the dead may come too late.
         """
+        with self._lock:
+            if self._closed:
+                raise ClusterClosed(f"worker {place} cannot be started: its cluster is closed")
+            if place in self._workers:
+                self._workers[place].close(grace_s=0)
+            return self._start(place, make)
 
-    @abstractmethod
     def close(self) -> None:
         """End all workers, whatever they are doing, and give up the places; handles are void. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._end()
+
+    @abstractmethod
+    def _start(self, place: str, make: Callable[[], W]) -> Remote[W]:
+        """A worker at a place that is free; it is put into `_workers`."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Of `_workers` and of what else the cluster has. Nothing is started any more."""
 
 
 class Launcher(ABC):

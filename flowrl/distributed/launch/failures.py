@@ -33,7 +33,22 @@ class WorkerDied(RuntimeError):
 
 
 class PlacementError(RuntimeError):
-    """The workers do not fit on what there is; the message is for the user."""
+    """The workers do not fit on what there is, or cannot be started there; the message is for the user."""
+
+
+class ClusterClosed(RuntimeError):
+    """A worker was to be started when the places had been given up: the run is ending."""
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error that comes from a worker: where it was raised there, which Python shows first."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(worker, text)
+
+    def __str__(self) -> str:
+        worker, text = self.args
+        return f"in worker {worker}:\n{text}"
 
 
 @dataclass(frozen=True)
@@ -52,13 +67,13 @@ class Failure:
         return cls(worker, traceback.format_exception_only(error)[0].strip(), text, _pickled(error))
 
     def error(self) -> BaseException:
-        """The exception, or a WorkerError in its place, with the worker's own traceback as a note."""
+        """The exception, or a WorkerError in its place, caused by a `WorkerTraceback`."""
         error: BaseException
         try:
             error = pickle.loads(self.pickled or b"")
         except Exception:  # there is none, or its class cannot be imported here
             error = WorkerError(f"worker {self.worker} failed: {self.summary}")
-        error.add_note(f"In worker {self.worker}:\n{self.traceback}")
+        error.__cause__ = WorkerTraceback(self.worker, self.traceback)
         return error
 
 

@@ -36,8 +36,10 @@ class Inline(Launcher):
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads or before)
         try:
-            yield InlineCluster()
+            cluster = InlineCluster()
+            yield cluster
         finally:
+            cluster.close()
             torch.set_num_threads(before)
 
     def problems(self, run: Config) -> list[Problem]:
@@ -49,12 +51,17 @@ class Inline(Launcher):
 
 
 class InlineCluster(Cluster):
-    """Nothing to be reserved, nothing to be ended."""
+    """Nothing to be reserved, nothing to be ended: whoever has a worker can go on with it."""
 
-    def start(self, place: str, make: Callable[[], W]) -> Remote[W]:
-        return InlineWorker(place, make)
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers: dict[str, InlineWorker[Any]] = {}
 
-    def close(self) -> None:
+    def _start(self, place: str, make: Callable[[], W]) -> Remote[W]:
+        worker = self._workers[place] = InlineWorker(place, make)
+        return worker
+
+    def _end(self) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Ray(Launcher):
     @contextmanager
     def open(self, places: Sequence[Place]) -> Iterator[Cluster]:
         """One bundle for each place, shared with those beside it; close together if that can be had."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read on import
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # both are read on import
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a thread that comes too late shall not start a cluster
         import ray
 
         bundles, seats = arrange(places)
@@ -63,7 +65,7 @@ class Ray(Launcher):
             cluster = RayCluster(group, seats, self._environment(len(places), own))
             try:
                 if not own:
-                    _check_code(group)
+                    _check_code(group, self.start_timeout_s)
                 yield cluster
             finally:
                 cluster.close()
@@ -94,14 +96,16 @@ class Ray(Launcher):
                     include_dashboard=False,
                     logging_level="ERROR",
                     _system_config={
-                        "enable_worker_prestart": False,
+                        "enable_worker_prestart": False,  # in another environment than that of our workers
+                        "prestart_worker_first_driver": False,
                         "process_group_cleanup_enabled": True,  # a worker goes with all that it has started
                     },
                 )
             else:
                 ray.init(self.address, logging_level="ERROR")
-        except ConnectionError as error:
-            raise PlacementError(f"launcher.address={self.address}: {error}") from error
+        except Exception as error:  # Ray knows no class for most of it
+            where = "Ray did not start" if self.address is None else f"launcher.address={self.address}"
+            raise PlacementError(f"{where}: {error}") from error
 
     def _environment(self, num_workers: int, own: bool) -> dict[str, str]:
         environment = {"PYTHONPATH": _python_path(), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -116,9 +120,11 @@ def _sigterm_kept() -> Iterator[None]:
     Without a handler of the program's own, Ray's python one is right: it exits in order.
     """
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before if callable(before) else signal.getsignal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before if callable(before) else signal.getsignal(signal.SIGTERM))
 
 
 def _reserve(bundles: Sequence[Bundle], timeout_s: float) -> Any:
@@ -146,7 +152,7 @@ def _largest(bundles: Sequence[Bundle]) -> str:
     return ", ".join(f"{amount:g} {kind}" for kind, amount in kinds.items())
 
 
-def _check_code(group: Any) -> None:
+def _check_code(group: Any, timeout_s: float) -> None:
     """Raise PlacementError if a host of the group runs another flowrl, python or torch than this process."""
     import ray
     from ray.util.placement_group import placement_group_table
@@ -156,12 +162,21 @@ def _check_code(group: Any) -> None:
     task = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": {"PYTHONPATH": _python_path()}})(
         own_fingerprint
     )
-    for node in sorted(set(placement_group_table(group)["bundles_to_node_id"].values())):
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
+    nodes = sorted(set(placement_group_table(group)["bundles_to_node_id"].values()))
+    answers = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+    ]
+    deadline = time.monotonic() + timeout_s
+    for node, answer in zip(nodes, answers, strict=True):
         try:
-            differences = list(mine.differences(ray.get(task.options(scheduling_strategy=here).remote())))
+            differences = list(mine.differences(ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))))
+        except ray.exceptions.GetTimeoutError as error:
+            ray.cancel(answer, force=True)
+            raise PlacementError(
+                f"Ray's workers on node {node[:8]} did not come up within {timeout_s:g} s (launcher.start_timeout_s)"
+            ) from error
         except ray.exceptions.RayError as error:
-            differences = [f"flowrl cannot be imported: {str(error).strip().splitlines()[-1]}"]
+            differences = [f"flowrl does not start there: {str(error).strip().splitlines()[-1]}"]
         if differences:
             raise PlacementError(
                 f"Ray's workers on node {node[:8]} do not run the driver's code: {'; '.join(differences)}. Stop Ray "

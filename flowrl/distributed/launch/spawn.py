@@ -20,9 +20,9 @@ from flowrl.distributed.launch import wire
 from flowrl.distributed.launch.answers import Arrivals, Pending, Reply
 from flowrl.distributed.launch.base import GRACE_S, Cluster, Launcher, Place, Remote, Stream
 from flowrl.distributed.launch.failures import WorkerDied
-from flowrl.distributed.launch.host import HERE, serve
 from flowrl.distributed.launch.placement import assign, share_of_cores, too_many_gpus, total, visible_gpus
 from flowrl.distributed.launch.process import MAIN_SCRIPT, WORKER, epitaph, interrupts_blocked, kill_group
+from flowrl.distributed.launch.servicer import HERE, serve
 from flowrl.distributed.launch.shelf import Shelf
 from flowrl.distributed.records import Packed, pack
 
@@ -80,21 +80,19 @@ class SpawnCluster(Cluster):
     """Environments by place, and one shelf."""
 
     def __init__(self, environments: Mapping[str, Mapping[str, str]], start_timeout_s: float) -> None:
+        super().__init__()
         self._environments = environments
         self._start_timeout_s = start_timeout_s
         self._shelf = Shelf()
         self._workers: dict[str, SpawnedWorker[Any]] = {}
 
-    def start(self, place: str, make: Callable[[], W]) -> Remote[W]:
-        if place in self._workers:
-            self._workers.pop(place).close(grace_s=0)
-        worker: SpawnedWorker[W] = SpawnedWorker(
-            place, make, self._environments[place], self._shelf, self._start_timeout_s
-        )
+    def _start(self, place: str, make: Callable[[], W]) -> Remote[W]:
+        environment = self._environments[place]
+        worker: SpawnedWorker[W] = SpawnedWorker(place, make, environment, self._shelf, self._start_timeout_s)
         self._workers[place] = worker
         return worker
 
-    def close(self) -> None:
+    def _end(self) -> None:
         workers = list(self._workers.values())
         deadline = time.monotonic() + GRACE_S
         try:
@@ -121,6 +119,7 @@ class SpawnedWorker(Remote[W]):
         self._unsent: SimpleQueue[tuple[wire.Request, Packed]] = SimpleQueue()
         self._pending: deque[tuple[Pending, object]] = deque()  # with arguments: handles among them must not go
         self._closing = False
+        self._unheard: str | None = None  # why it is listened to no longer, though it lives
         self._end: str | None = None  # how the process ended
         self._unsent.put((wire.Request.CALL, pack(make)))
         context = multiprocessing.get_context("spawn")
@@ -191,7 +190,10 @@ class SpawnedWorker(Remote[W]):
                     self._receive_one()
         except (EOFError, OSError):
             pass
-        self._bury(here)
+        except Exception as error:  # no memory for its answer, say: what follows in the pipe makes no sense any more
+            self._unheard = f"was stopped: what it answered could not be received ({type(error).__name__}: {error})"
+        finally:
+            self._bury(here)
 
     def _has_come(self) -> bool:
         """Whether the process greets in time."""
@@ -207,7 +209,8 @@ class SpawnedWorker(Remote[W]):
 
     def _bury(self, had_come: bool) -> None:
         """Whoever waits for an answer is told, and whoever asks from now on."""
-        self._process.join(timeout=1)  # its own exit code, if it is about to have one
+        if self._unheard is None:
+            self._process.join(timeout=1)  # its own exit code, if it is about to have one
         exitcode = self._process.exitcode
         kill_group(self._process)  # and whatever it has started
         self._process.join()
@@ -221,6 +224,8 @@ class SpawnedWorker(Remote[W]):
     def _cause(self, exitcode: int | None, had_come: bool) -> str:
         if self._closing:
             return "was closed"
+        if self._unheard is not None:
+            return self._unheard
         if exitcode is None and not had_come:
             return f"did not come up within {self._start_timeout_s:g} s (launcher.start_timeout_s) and was stopped"
         hint = f". {MAIN_SCRIPT}" if exitcode == 1 and not had_come else ""

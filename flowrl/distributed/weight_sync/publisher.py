@@ -12,8 +12,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from flowrl.distributed.launch.base import Remote
-from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.launch.base import Remote, Stream
+from flowrl.distributed.launch.failures import WorkerDied, is_consequence
 from flowrl.distributed.rendezvous import Address, open_store
 from flowrl.distributed.weight_sync.checksum import Checksums, verify
 from flowrl.distributed.weight_sync.errors import AbortedError, PublishError, TransferError, some
@@ -22,8 +22,10 @@ from flowrl.distributed.weight_sync.transports.base import Link, Meeting, Signal
 from flowrl.distributed.weight_sync.transports.broadcast import Broadcast
 from flowrl.distributed.weight_sync.transports.cuda_ipc import CudaIPC, match
 from flowrl.distributed.weight_sync.transports.parcels import Parcels
+from flowrl.types import Handle
 
-Transport = Literal["local", "broadcast", "cuda_ipc", "object_store"]
+Transport = Literal["broadcast", "cuda_ipc", "object_store"]
+ATTEMPTS = "publication"  # what their keys in the store begin with
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -98,7 +100,11 @@ class Published:
 
 
 class Publisher(Generic[A]):
-    """Brings versions from the trainer's ranks to engines: all engines commit, or none.
+    """Brings versions from the trainer's ranks to engines, which commit once all of them have verified all of it.
+
+    Whatever fails before the first commit leaves every engine on its old version. A commit takes no memory and waits
+    for nobody, so what can still fail then is a process or its device: that engine is lost, and others may have the
+    new version. They all meet again in the next publication that succeeds, which may be of the same version.
 
     Args:
         trainers: all ranks, rank 0 first.
@@ -125,7 +131,6 @@ class Publisher(Generic[A]):
         self.grace_s = grace_s
         self.retries = retries
         self.host = host
-        self.num_failures = 0
         self._num_attempts = 0
         self._served: tuple[TCPStore, Address] | None = None
 
@@ -134,15 +139,14 @@ class Publisher(Generic[A]):
 
         Raises:
             PublishError: trainer and engine do not fit together, or the last attempt failed (`TransferError`). Every
-                engine keeps the version it has, unless copying into a module failed: see `Receiver.version`.
-            WorkerDied: of any worker; the others are as after a PublishError.
+                engine keeps the version it has.
+            WorkerDied: of any worker. If it died while it committed, others may have committed; else as above.
         """
         began = time.monotonic()
         for failures in range(self.retries + 1):
             try:
                 manifest = self._attempt(version, engines)
             except TransferError as error:
-                self.num_failures += 1
                 if failures == self.retries:
                     raise
                 log.warning("%s Version %d is published again.", error, version)
@@ -170,33 +174,35 @@ class Publisher(Generic[A]):
 
     def _transfer(self, manifest: Manifest, engines: Sequence[Remote[E]]) -> tuple[list[Checksums], list[Checksums]]:
         """Checksums of the ranks that sent, and of the engines in their order."""
-        if self.transport in ("local", "object_store"):
+        if self.transport == "object_store":
             return self._by_handles(manifest, engines)
         link = self._link(engines)
         sends = [trainer.call(_send, manifest, link) for trainer in self.trainers]
         receives = [engine.call(_receive, manifest, link, i) for i, engine in enumerate(engines)]
         parties: list[Remote[Any]] = [*self.trainers, *engines]
         futures: list[Future[Any]] = [*sends, *receives]
-        self._settle(parties, futures, link.meeting)
+        try:
+            self._settle(parties, futures, link.meeting)
+        finally:
+            if all(future.done() for future in futures):  # a party that is stuck has to find the reason to give up
+                self._tidy()
         return [sent for future in sends if (sent := future.result())], [future.result() for future in receives]
 
     def _by_handles(self, manifest: Manifest, engines: Sequence[Remote[E]]) -> tuple[list[Checksums], list[Checksums]]:
-        parcels = self.trainers[0].stream(_leave, manifest)
+        parcels = collected(self.trainers[0].stream(_leave, manifest))
         helpers = [trainer.call(_send, manifest, None) for trainer in self.trainers[1:]]
-        sent, handles = Checksums.none(manifest), []
-        for checksums, handle in parcels:
-            sent += checksums
-            handles.append(handle)
-        self._settle(self.trainers[1:], helpers)
-        link = Parcels(tuple(handles))
+        futures: list[Future[Any]] = [parcels, *helpers]
+        self._settle(self.trainers, futures)
+        shares, handles = zip(*parcels.result(), strict=True)
+        link = Parcels(handles)
         receives = [engine.call(_receive, manifest, link, i) for i, engine in enumerate(engines)]
-        return [sent], self._settle(engines, receives)
+        return [sum(shares, start=Checksums.none(manifest))], self._settle(engines, receives)
 
     def _link(self, engines: Sequence[Remote[E]]) -> Broadcast | CudaIPC:
         """A fresh one for every attempt."""
         self._num_attempts += 1
         _, address = self._store()
-        meeting = Meeting(address.host, address.port, f"publication/{self._num_attempts}", self.timeout_s)
+        meeting = Meeting(address.host, address.port, f"{ATTEMPTS}/{self._num_attempts}", self.timeout_s)
         if self.transport == "broadcast":
             return Broadcast(meeting, len(engines))
         ranks = self._settle(self.trainers, [trainer.call(_device) for trainer in self.trainers])
@@ -209,6 +215,13 @@ class Publisher(Generic[A]):
             self._served = open_store(self.timeout_s, self.host)
         return self._served
 
+    def _tidy(self) -> None:
+        """What attempts have left in the store; nobody is in one."""
+        store, _ = self._store()
+        for key in store.list_keys():
+            if key.startswith(f"{ATTEMPTS}/"):
+                store.delete_key(key)
+
     # ------------------------------------------------------------------------------------------ answers
 
     def _settle(
@@ -216,32 +229,69 @@ class Publisher(Generic[A]):
     ) -> list[T]:
         """All answers, or the error that explains the others, once nobody works on the attempt any more."""
         done, pending = wait(futures, self.timeout_s + self.grace_s, FIRST_EXCEPTION)
-        errors = [error for future in done if (error := future.exception()) is not None]
-        if not pending and not errors:
+        errors = _errors(futures, done)
+        if pending:
+            if meeting is not None:
+                reason = str(errors[0]) if errors else "a party does not answer"
+                store, _ = self._store()
+                Signals(PrefixStore(meeting.key, store), self.grace_s).fail(reason)
+            done, pending = wait(pending, self.grace_s)
+            errors += _errors(futures, done)
+        if not errors and not pending:
             return [future.result() for future in futures]
-        if meeting is not None:
-            reason = str(errors[0]) if errors else "a party does not answer"
-            store, _ = self._store()
-            Signals(PrefixStore(meeting.key, store), self.grace_s).fail(reason)
-        more, pending = wait(pending, self.grace_s)
-        errors += [error for future in more if (error := future.exception()) is not None]
-        if pending and not any(isinstance(error, WorkerDied) for error in errors):
-            stuck = [remote.name for remote, future in zip(remotes, futures, strict=True) if future in pending]
-            raise PublishError(f"{some(stuck)} does not answer; the publication was given up.") from root_of(errors)
-        raise root_of(errors) or PublishError("a publication was given up.")
+        stuck = [remote.name for remote, future in zip(remotes, futures, strict=True) if future in pending]
+        raise _explained(root_of(errors), stuck)
+
+
+def _errors(futures: Sequence[Future[T]], done: set[Future[T]]) -> list[BaseException]:
+    return [error for future in futures if future in done and (error := future.exception()) is not None]
+
+
+def _explained(root: BaseException | None, stuck: Sequence[str]) -> BaseException:
+    """What to raise. Workers that are stuck explain a transfer that failed; any other error explains them."""
+    if root is None or (stuck and isinstance(root, TransferError)):
+        error = PublishError(f"{some(stuck)} does not answer; the publication was given up.")
+        error.__cause__ = root
+        return error
+    if stuck:
+        root.add_note(f"Then {some(stuck)} did not answer.")
+    return root
 
 
 def root_of(errors: Sequence[BaseException]) -> BaseException | None:
-    """Deaths explain transfers that failed, and those explain the parties that gave up."""
+    """Deaths explain lost connections between ranks, those the transfers that failed, and those whoever gave up."""
 
     def depth(error: BaseException) -> int:
         if isinstance(error, WorkerDied):
             return 0
-        if isinstance(error, AbortedError):
-            return 3
-        return 2 if isinstance(error, TransferError) else 1
+        if isinstance(error, TransferError):
+            return 4 if isinstance(error, AbortedError) else 3
+        return 2 if is_consequence(error) else 1
 
     return min(errors, key=depth, default=None)
+
+
+def collected(stream: Stream[T]) -> Future[list[tuple[T, Handle]]]:
+    """All items of a stream as one answer, which can be waited for together with others."""
+    whole: Future[list[tuple[T, Handle]]] = Future()
+    items: list[tuple[T, Handle]] = []
+
+    def take(asked: Future[tuple[T, Handle] | None]) -> None:
+        while True:
+            if (error := asked.exception()) is not None:
+                whole.set_exception(error)
+                return
+            if (item := asked.result()) is None:
+                whole.set_result(items)
+                return
+            items.append(item)
+            asked = stream.ask()
+            if not asked.done():  # else no callback: they would call one another, bucket by bucket
+                asked.add_done_callback(take)
+                return
+
+    stream.ask().add_done_callback(take)
+    return whole
 
 
 # ---------------------------------------------------------------------------------------------- in the workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,27 @@ from flowrl.distributed.weight_sync.errors import PublishError, some
 from flowrl.distributed.weight_sync.manifest import Entry, Manifest, check_names, view
 from flowrl.distributed.weight_sync.source import holds_lora, is_lora, named_tensors, scalings
 from flowrl.distributed.weight_sync.transports.base import Inlet, Link
+
+
+@dataclass(frozen=True)
+class Room:
+    """What `commit` works with on the device. It is there before anybody commits, since memory may not be."""
+
+    joint: Tensor  # uint8, for the largest tensor that comes in several buckets
+    landing: Tensor | None  # uint8 [size of a bucket], through which buckets go to the host and back
+
+    @classmethod
+    def take(cls, manifest: Manifest, device: torch.device, staging: str) -> Room:
+        """Raises torch's OutOfMemoryError."""
+        split = [entry.nbytes for entry in manifest.entries if entry.offset + entry.nbytes > manifest.bucket_bytes]
+        joint = torch.empty(max(split, default=0), dtype=torch.uint8, device=device)
+        if staging == "device":
+            return cls(joint, None)
+        return cls(joint, torch.empty(manifest.bucket_size(0), dtype=torch.uint8, device=device))
+
+    def on_device(self, staged: Tensor) -> Tensor:
+        """One bucket, until the next."""
+        return staged if self.landing is None else self.landing[: len(staged)].copy_(staged, non_blocking=True)
 
 
 class Receiver:
@@ -36,6 +58,7 @@ class Receiver:
         self._mixed = False  # a commit failed midway
         self._expected: Manifest | None = None
         self._staged: list[Tensor] = []
+        self._room: Room | None = None
 
     @property
     def version(self) -> int:
@@ -77,14 +100,17 @@ class Receiver:
             inlet.close(reason)
 
     def commit(self) -> None:
-        """Copy what has been staged into the module. The caller has verified it, here and on all other engines."""
-        manifest = self._expected
-        if manifest is None or len(self._staged) != manifest.num_buckets:
+        """Copy what has been staged into the module. The caller has verified it, here and on all other engines.
+
+        It takes no memory of the device. What still goes wrong is the device's fault; the version is lost, then.
+        """
+        manifest, room = self._expected, self._room
+        if manifest is None or room is None or len(self._staged) != manifest.num_buckets:
             raise PublishError("there is no whole version to commit.")
         tensors = named_tensors(self.module)
         self._mixed = True
         with torch.no_grad():
-            for bucket in unpack(manifest, (staged.to(self.device, non_blocking=True) for staged in self._staged)):
+            for bucket in unpack(manifest, map(room.on_device, self._staged), room.joint):
                 torch._foreach_copy_([tensors[entry.name] for entry, _ in bucket], [value for _, value in bucket])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a copy that failed must not be found out by the next forward
@@ -93,13 +119,14 @@ class Receiver:
 
     def drop(self) -> None:
         """Forget what has been staged; the module stays as it is."""
-        self._expected = None
+        self._expected = self._room = None
         self._staged = []
 
     def _stage(self, inlet: Inlet, manifest: Manifest) -> Checksums:
         checksum = Checksum(manifest, self.device)
         received = Checksums.none(manifest)
-        landing = self._landing(manifest)
+        self._room = Room.take(manifest, self.device, self.staging)
+        landing = self._room.landing
         inlet.open()
         for bucket, pieces in enumerate(manifest.pieces()):
             size = manifest.bucket_size(bucket)
@@ -118,12 +145,6 @@ class Receiver:
         if self.staging == "host":
             return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def _landing(self, manifest: Manifest) -> Tensor | None:
-        """Transports deliver to the device; on their way to the host, buckets land here."""
-        if self.staging == "device" or self.device.type == "cpu":
-            return None
-        return torch.empty(manifest.bucket_size(0), dtype=torch.uint8, device=self.device)
 
 
 def check_fit(module: nn.Module, manifest: Manifest) -> None:
@@ -169,18 +190,25 @@ def _check_scalings(manifest: Manifest, mine: dict[str, float]) -> None:
             )
 
 
-def unpack(manifest: Manifest, buckets: Iterator[Tensor]) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """The tensors that end in each bucket, as views into it, if any. One that came in several pieces is joined."""
-    begun: list[Tensor] = []
+def unpack(manifest: Manifest, buckets: Iterator[Tensor], joint: Tensor) -> Iterator[list[tuple[Entry, Tensor]]]:
+    """The tensors that end in each bucket, as views that hold until the next is asked for.
+
+    One that came in several pieces is put together in `joint`.
+    """
     for pieces, data in zip(manifest.pieces(), buckets, strict=True):
-        whole = []
+        whole, begun = [], []
         for piece in pieces:
             entry = manifest.entries[piece.entry]
             own = data[piece.start : min(piece.stop, piece.start + entry.nbytes - piece.skip)]
-            if piece.skip + own.numel() < entry.nbytes:
-                begun.append(own)
+            place = joint[piece.skip : piece.skip + own.numel()]
+            if own.numel() == entry.nbytes:
+                whole.append((entry, view(own, entry)))
+            elif piece.skip + own.numel() == entry.nbytes:
+                place.copy_(own)
+                whole.append((entry, view(joint, entry)))
             else:
-                whole.append((entry, view(torch.cat([*begun, own]) if begun else own, entry)))
-                begun = []
+                begun.append((place, own))
         if whole:
             yield whole
+        for place, own in begun:  # at most one, and not before: the one that has just ended was in `joint`, too
+            place.copy_(own)

@@ -127,7 +127,7 @@ def test_what_is_put_aside_is_the_very_same() -> None:
 def test_neither_torch_nor_a_tensor_is_needed() -> None:
     code = (
         "import sys\n"
-        "from flowrl.distributed.launch import actors, host, process, wire\n"
+        "from flowrl.distributed.launch import actors, process, servicer, wire\n"
         "from flowrl.distributed.records import pack\n"
         "from flowrl.rewards import remote\n"
         "assert pack([1]).unpack() == [1]\n"

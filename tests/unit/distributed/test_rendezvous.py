@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -37,10 +40,8 @@ class Rank:
     def sum_or_die(self, value: float, die: bool) -> float:
         return self.sum(value, die=die)
 
-    def leave(self) -> bool:
-        rendezvous.leave()
-        rendezvous.leave()
-        return dist.is_initialized()
+    def leave(self) -> None:
+        dist.destroy_process_group()
 
 
 def test_ranks_meet_and_a_lost_one_is_named() -> None:
@@ -51,11 +52,30 @@ def test_ranks_meet_and_a_lost_one_is_named() -> None:
         for _ in range(2):  # a group can be left and made anew
             gather(ranks, Rank.join, [(address, rank, 2) for rank in range(2)])
             assert gather(ranks, Rank.sum, [(1.5,), (2.0,)]) == [3.5, 3.5]
-            assert gather(ranks, Rank.leave, [(), ()]) == [False, False]
+            gather(ranks, Rank.leave, [(), ()])
             address = ranks[0].call(Rank.listen).result(timeout=60)
         gather(ranks, Rank.join, [(address, rank, 2) for rank in range(2)])
         with pytest.raises(WorkerDied, match="rank-1 was killed by SIGKILL"):
             gather(ranks, Rank.sum_or_die, [(1.0, False), (1.0, True)])
+
+
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(0.2, 30.0), (1800.0, 0.2)])
+def test_nobody_at_the_address(timeout_s: float, connect_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said soon, however long collectives may take."""
+    monkeypatch.setattr(rendezvous, "CONNECT_S", connect_s)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(ConnectionError, match=rf"no connection to 127\.0\.0\.1, port {port}, within 0.2 s"):
+            rendezvous.connect(Address("127.0.0.1", port), timeout_s)
+    assert time.monotonic() - started < 20
+
+
+def test_waiting_in_the_store_has_the_time_that_was_given() -> None:
+    store, address = rendezvous.open_store(timeout_s=1800, host="127.0.0.1")
+    other = rendezvous.connect(address, timeout_s=1800)
+    assert other.timeout == store.timeout == timedelta(seconds=1800)  # type: ignore[attr-defined]
 
 
 def test_an_address_of_this_host() -> None:

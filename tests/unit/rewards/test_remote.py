@@ -110,3 +110,13 @@ def test_closing_ends_whoever_waits(cluster: Cluster, tmp_path: Path) -> None:
     assert errors and "was closed" in errors[0]
     with pytest.raises(RewardError, match="the worker is closed"):
         worker.score(request())
+
+
+def test_nobody_is_started_when_the_cluster_has_been_closed() -> None:
+    with Spawn(num_threads=1).open([Place("reward-0")]) as cluster:
+        worker = OnCluster(cluster)(0, {"style": Obeys()}, SOON, SOON)
+    worker.start()
+    worker.wait()
+    with pytest.raises(RewardError, match="the worker is closed"):
+        worker.score(request())
+    worker.close()

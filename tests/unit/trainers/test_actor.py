@@ -18,6 +18,7 @@ from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.dynamics.cps import CPS
 from flowrl.flow.dynamics.dance_sde import DanceSDE
 from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.flow.importance import TruncatedImportance
 from flowrl.flow.noise import Noise
 from flowrl.flow.steps import Window
 from flowrl.tracking.metrics import Meter
@@ -250,6 +251,28 @@ def likelihood(actor: Actor, batch: list[ScoredGroup], given: Tensor) -> float:
         transition = trajectory.dynamics.transition(trajectory.latents[:, s], v, trajectory.sigmas, index)
         total += float((given * trajectory.dynamics.log_prob(trajectory.next_latents[:, s], transition)).sum())
     return total
+
+
+def test_samples_of_older_weights_are_weighted(tiny_folder: Path) -> None:
+    """Proximal over behaviour: 1 for the weights that sampled, and another number once they have moved."""
+    algorithm = FlowGRPO(correction=TruncatedImportance(cap=1e6), clip_range=0.5)
+    actor = make_actor(tiny_folder, algorithm, optimizer=config.Optimizer(lr=1e-2))
+    batch = rollout(actor)
+    update(actor, batch, advantages(batch))
+    assert actor.meter.collect()["train/importance"] == pytest.approx(1.0, abs=1e-6)
+    update(actor, batch, advantages(batch))
+    metrics = actor.meter.collect()
+    assert abs(metrics["train/importance"] - 1.0) > 1e-6 and metrics["train/importance_rejected"] == 0.0
+    assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0, "clipping is around the proximal policy"
+
+
+def test_rejected_samples_teach_nothing(tiny_folder: Path) -> None:
+    algorithm = FlowGRPO(correction=TruncatedImportance(reject_above=1e-9))
+    actor = make_actor(tiny_folder, algorithm)
+    batch = rollout(actor)
+    update(actor, batch, advantages(batch))
+    metrics = actor.meter.collect()
+    assert metrics["train/importance_rejected"] == 1.0 and metrics["train/grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize(

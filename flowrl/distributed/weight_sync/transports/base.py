@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -20,12 +20,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from flowrl.distributed.rendezvous import Address, connect
+from flowrl.distributed.rendezvous import CONNECT_S, Address, connect
 from flowrl.distributed.weight_sync.errors import AbortedError, TransferError
 from flowrl.distributed.weight_sync.manifest import Manifest
 
 FAILED = "failed"
-CONNECT_S = 30.0
 POLL_S = (0.0002, 0.005)  # the first pause between two looks at the store, and the longest
 
 
@@ -49,7 +48,7 @@ class Outlet(Protocol):
         ...
 
     def close(self, reason: str | None) -> None:
-        """Give everything back; with a reason for failing, tell the other parties first."""
+        """Give everything back. With a reason for failing, the other parties are told first: the rest can block."""
         ...
 
 
@@ -69,7 +68,7 @@ class Inlet(Protocol):
         ...
 
     def close(self, reason: str | None) -> None:
-        """Give everything back; with a reason for failing, tell the other parties first."""
+        """Give everything back. With a reason for failing, the other parties are told first: the rest can block."""
         ...
 
 
@@ -98,8 +97,8 @@ class Meeting:
         """Raises TransferError if the store does not answer."""
         try:
             store = connection(self.host, self.port)
-        except DistError as error:
-            raise TransferError(f"the driver's store at {self.host}:{self.port} does not answer: {error}") from error
+        except ConnectionError as error:
+            raise TransferError(f"the driver's store does not answer: {error}") from error
         store.set_timeout(timedelta(seconds=self.timeout_s))
         return Signals(PrefixStore(self.key, store), self.timeout_s)
 
@@ -145,17 +144,24 @@ class Signals:
             self.wait(lambda: self.store.add(key, 0) >= count, what)
 
     def fail(self, reason: str) -> None:
-        """Tell everybody that waits, or will; the first reason stays."""
-        with lost_store():
+        """Tell everybody that waits, or will; the first reason stays.
+
+        If the store is gone, so are they: that must not hide the error that is being told.
+        """
+        with suppress(DistError):
             self.store.compare_set(FAILED, "", reason)
+
+    def check(self) -> None:
+        """Raises AbortedError once a party has failed."""
+        with lost_store():
+            if self.store.check([FAILED]):
+                raise AbortedError(f"given up, because elsewhere: {self.store.get(FAILED).decode()}")
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Look until it is done. Raises AbortedError once a party has failed, TransferError when time is up."""
         pause, longest = POLL_S
         while not done():
-            with lost_store():
-                if self.store.check([FAILED]):
-                    raise AbortedError(f"given up, because elsewhere: {self.store.get(FAILED).decode()}")
+            self.check()
             if self.left_s == 0:
                 hint = "Is a process stuck? Is weight_sync.timeout_s too short?"
                 raise TransferError(f"{what} for {self.timeout_s:g} s (weight_sync.timeout_s). {hint}")

@@ -67,7 +67,8 @@ class Group:
             self._made.append(make_group(self.signals, self.rank, self.size, self.device))
 
     def broadcast(self, tensor: Tensor) -> Work:
-        """From rank 0."""
+        """From rank 0. Not begun once a party has failed: gloo cannot be left before it has ended."""
+        self.signals.check()
         group, _ = self._made[0]
         options = BroadcastOptions()
         options.rootRank = 0
@@ -84,12 +85,13 @@ class Group:
 
     def close(self, reason: str | None) -> None:
         """Leave; with a reason, nobody waits for what is still on its way."""
-        for _, backend in self._made:
+        if reason is not None:
+            self.signals.fail(reason)  # before NCCL, whose abort can block
+        while self._made:  # gloo hangs up when the last reference goes, and a traceback would keep it
+            _, backend = self._made.pop()
             if reason is not None:
                 backend.abort()
             backend.shutdown()
-        if reason is not None:
-            self.signals.fail(reason)
 
 
 class BroadcastOutlet:
@@ -118,6 +120,7 @@ class BroadcastOutlet:
             self._complete(bucket)
 
     def close(self, reason: str | None) -> None:
+        self._works.clear()  # they keep connections open, for which engines would wait
         self._group.close(reason)
 
     def _complete(self, bucket: int) -> None:

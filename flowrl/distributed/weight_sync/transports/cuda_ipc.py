@@ -9,28 +9,19 @@ Rank and engine are matched by the device's UUID, since indices differ between p
 
 from __future__ import annotations
 
-import inspect
-import pickle
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from flowrl.distributed.weight_sync.errors import PublishError
 from flowrl.distributed.weight_sync.manifest import Manifest
 from flowrl.distributed.weight_sync.transports.base import Link, Meeting, Signals
+from flowrl.distributed.weight_sync.transports.sharing import SharedBuffers, adopt, forget
 
 NUM_BUFFERS = 2  # one is read while the other is filled
-HINT = (
-    "Processes share GPU memory if they run on one host, on the same GPU, as one user, and without "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments. weight_sync.transport=object_store does without it."
-)
 
 
 @dataclass(frozen=True)
@@ -61,17 +52,17 @@ class CudaIPCOutlet:
         self._engines = engines
         self._manifest = manifest
         self._device = device
-        self._buffers: list[Tensor] = []
+        self._shared = SharedBuffers(device)
 
     def open(self) -> None:
         size, count = self._manifest.bucket_size(0), min(NUM_BUFFERS, self._manifest.num_buckets)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
-        for engine in self._engines:  # each has handles of its own: torch counts how often memory was handed over
-            self._signals.put(f"handles/{engine}", export(self._buffers))
+        self._shared.take(count, size)
+        for engine in self._engines:
+            self._signals.put(f"handles/{engine}", self._shared.handles())
 
     def buffer(self, bucket: int) -> Tensor:
         self._read(bucket - NUM_BUFFERS)
-        return self._buffers[bucket % NUM_BUFFERS][: self._manifest.bucket_size(bucket)]
+        return self._shared.tensors[bucket % NUM_BUFFERS][: self._manifest.bucket_size(bucket)]
 
     def send(self, bucket: int) -> None:
         synchronize(self._device)
@@ -82,9 +73,9 @@ class CudaIPCOutlet:
             self._signals.reach(f"released/{engine}", 1, f"engine {engine} did not give the buffers back")
 
     def close(self, reason: str | None) -> None:
-        release(self._buffers, self._device)
         if reason is not None:
             self._signals.fail(reason)
+        self._shared.release()
 
     def _read(self, bucket: int) -> None:
         for engine in self._engines:
@@ -114,13 +105,13 @@ class CudaIPCInlet:
         self._signals.bump(f"read/{self._engine}")
 
     def finish(self) -> None:
-        release(self._buffers, self._device)
+        forget(self._buffers, self._device)
         self._signals.bump(f"released/{self._engine}")
 
     def close(self, reason: str | None) -> None:
-        release(self._buffers, self._device)
         if reason is not None:
             self._signals.fail(reason)
+        forget(self._buffers, self._device)
 
 
 def identity(device: torch.device) -> str:
@@ -154,34 +145,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was asked to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def export(buffers: Sequence[Tensor]) -> bytes:
-    """Handles by which one other process can adopt the buffers."""
-    try:
-        return bytes(ForkingPickler.dumps([reduce_tensor(buffer) for buffer in buffers]))
-    except RuntimeError as error:
-        raise PublishError(f"cannot share the buffers with another process: {error}. {HINT}") from error
-
-
-def adopt(handles: bytes, device: torch.device) -> list[Tensor]:
-    """The buffers of another process. On a GPU, `device` must be theirs; its index may be another one there."""
-    try:
-        return [_rebuild(function, arguments, device) for function, arguments in pickle.loads(handles)]
-    except (RuntimeError, OSError, AuthenticationError) as error:
-        raise PublishError(f"cannot take over the trainer's buffers: {error}. {HINT}") from error
-
-
-def release(buffers: list[Tensor], device: torch.device) -> None:
-    """Forget the buffers. What another process still uses stays allocated until it forgets it, too."""
-    buffers.clear()
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()
-
-
-def _rebuild(function: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
-    if function is not rebuild_cuda_tensor:
-        return function(*arguments)
-    call = inspect.signature(rebuild_cuda_tensor).bind(*arguments)
-    call.arguments["storage_device"] = torch.cuda.current_device() if device.index is None else device.index
-    return function(*call.args)

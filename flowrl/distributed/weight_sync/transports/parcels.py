@@ -1,7 +1,7 @@
-"""Transports `local` and `object_store`: buckets wait behind handles, which the driver hands to the engines.
+"""Transport `object_store`: buckets wait behind handles, which the driver hands to the engines.
 
-The whole version is held at once, on the device (`local`: one process) or in the launcher's store on the host
-(`object_store`). It takes no group, no signals and no common device; the launcher moves the bytes.
+The whole version is held at once, in the launcher's store on the host or, in one process, on the device. It takes no
+group, no signals and no common device; the launcher moves the bytes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
@@ -13,12 +13,12 @@ from flowrl.distributed.launch.failures import WorkerDied
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.launch.spawn import Spawn
-from tests.unit.distributed.launch.support import SOON, Clerks, Guests
+from tests.unit.distributed.launch.support import SOON, Clerks
 from tests.unit.distributed.launch.workers import Clerk
 
 LAUNCHERS: dict[str, Launcher] = {"inline": Inline(), "spawn": Spawn(num_threads=1), "ray": Ray(num_threads=1)}
-PLACES = [Place("clerk-0"), Place("clerk-1"), Place("guest-0"), Place("guest-1"), Place("spare"), Place("reward-0")]
-NUM_CPUS = 8  # two more than the places need
+PLACES = [Place("clerk-0"), Place("clerk-1"), Place("spare"), Place("reward-0")]
+NUM_CPUS = 6  # two more than the places need
 
 
 @contextmanager
@@ -26,7 +26,14 @@ def connected_to_ray() -> Iterator[None]:
     """A cluster that the program has, before flowrl comes."""
     import ray
 
-    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        _system_config={"prestart_worker_first_driver": False},
+    )
     yield
     ray.shutdown()
 
@@ -52,51 +59,44 @@ def inline_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+Staff = Callable[[str], Remote[Clerk]]  # by place
+
+
 @pytest.fixture(scope="package")
-def staff(request: pytest.FixtureRequest) -> Callable[[str], Clerks]:
-    """By kind of cluster, two clerks that start from 0 and 100, for tests that leave them alive."""
+def hire(request: pytest.FixtureRequest) -> Callable[[str], Staff]:
+    """By kind of cluster, the clerk of a place: the same as before if it still lives, else another. Tests may kill."""
+    hired: dict[tuple[str, str], Remote[Clerk]] = {}
 
-    @cache
-    def start(kind: str) -> Clerks:
-        cluster: Cluster = request.getfixturevalue(f"{kind}_cluster")
-        return [cluster.start(f"clerk-{index}", partial(Clerk, 100 * index)) for index in range(2)]
+    def clerk(kind: str, place: str) -> Remote[Clerk]:
+        if (kind, place) not in hired or not is_alive(hired[kind, place]):
+            hired[kind, place] = request.getfixturevalue(f"{kind}_cluster").start(place, Clerk)
+        return hired[kind, place]
 
-    return start
+    return lambda kind: partial(clerk, kind)
 
 
 @pytest.fixture(params=["inline", "spawn", "ray"])
-def clerks(request: pytest.FixtureRequest, staff: Callable[[str], Clerks]) -> Clerks:
+def staff(request: pytest.FixtureRequest, hire: Callable[[str], Staff]) -> Staff:
     """Of every kind."""
-    return staff(request.param)
-
-
-@pytest.fixture(params=["spawn", "ray"])
-def distant_clerks(request: pytest.FixtureRequest, staff: Callable[[str], Clerks]) -> Clerks:
-    """In processes of their own."""
-    return staff(request.param)
-
-
-@pytest.fixture(params=["spawn", "ray"])
-def processes(request: pytest.FixtureRequest) -> Cluster:
-    """A cluster whose workers can be killed."""
-    found: Cluster = request.getfixturevalue(f"{request.param}_cluster")
-    return found
-
-
-@pytest.fixture(scope="package")
-def guests() -> Guests:
-    """Of `victims`."""
-    return {}
+    return hire(request.param)
 
 
 @pytest.fixture
-def victims(processes: Cluster, guests: Guests) -> Clerks:
-    """Two workers for tests that do not spare them: the same as before, if they still live."""
-    for place in ("guest-0", "guest-1"):
-        if (processes, place) not in guests or not is_alive(guests[processes, place]):
-            guests[processes, place] = processes.start(place, Clerk)
-            assert is_alive(guests[processes, place])
-    return [guests[processes, place] for place in ("guest-0", "guest-1")]
+def clerks(staff: Staff) -> Clerks:
+    """Two, of every kind."""
+    return [staff("clerk-0"), staff("clerk-1")]
+
+
+@pytest.fixture(params=["spawn", "ray"])
+def distant_staff(request: pytest.FixtureRequest, hire: Callable[[str], Staff]) -> Staff:
+    """In processes of their own."""
+    return hire(request.param)
+
+
+@pytest.fixture
+def distant_clerks(distant_staff: Staff) -> Clerks:
+    """Two, in processes of their own."""
+    return [distant_staff("clerk-0"), distant_staff("clerk-1")]
 
 
 def is_alive(remote: Remote[Clerk]) -> bool:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flowrl.distributed.launch.base import Cluster, Remote
+from flowrl.distributed.launch.base import Remote
 from tests.unit.distributed.launch.workers import Clerk
 
 Clerks = list[Remote[Clerk]]
-Guests = dict[tuple[Cluster, str], Remote[Clerk]]  # by cluster and place
 SOON = 20.0  # seconds, for what should take none: the machine may be busy
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flowrl.distributed.launch.base import Cluster, gather, merge, results
-from flowrl.distributed.launch.failures import WorkerDied, WorkerError
+from flowrl.distributed.launch.base import Cluster, Place, gather, merge, results
+from flowrl.distributed.launch.failures import ClusterClosed, WorkerDied, WorkerError
 from flowrl.distributed.launch.inline import InlineWorker
-from tests.unit.distributed.launch.support import SOON, Clerks, Guests, eventually, gone
+from tests.unit.distributed.launch.conftest import LAUNCHERS, Staff
+from tests.unit.distributed.launch.support import SOON, Clerks, eventually, gone
 from tests.unit.distributed.launch.workers import Clerk, fail_to_make
 
 # ------------------------------------------------------------------------------------------ calls
@@ -31,7 +33,7 @@ def test_gather_keeps_the_order_of_the_remotes(clerks: Clerks) -> None:
 
 
 def test_arrays_and_tensors_come_back_as_they_went(clerks: Clerks) -> None:
-    sent = {"images": np.arange(200_000, dtype=np.uint8), "weights": torch.randn(300, 2).bfloat16()}
+    sent: dict[str, Any] = {"images": np.arange(200_000, dtype=np.uint8), "weights": torch.randn(300, 2).bfloat16()}
     found = clerks[0].call(Clerk.echo, sent).result(SOON)
     np.testing.assert_array_equal(found["images"], sent["images"])
     assert found["weights"].dtype == torch.bfloat16 and torch.equal(found["weights"], sent["weights"])
@@ -43,12 +45,12 @@ def test_an_exception_comes_as_itself(clerks: Clerks) -> None:
     with pytest.raises(ValueError, match="no good") as caught:
         clerks[1].call(Clerk.fail, "no good").result(SOON)
     if not isinstance(clerks[1], InlineWorker):
-        (note,) = caught.value.__notes__
-        assert note.startswith("In worker clerk-1:") and "in fail\n" in note
+        told = str(caught.value.__cause__)
+        assert told.startswith("in worker clerk-1:\nTraceback") and "in fail\n" in told
     assert clerks[1].call(Clerk.echo, 1).result(SOON) == 1
 
 
-@pytest.mark.parametrize("kind", ["inline", "spawn", "ray"])
+@pytest.mark.parametrize("kind", ["inline", "spawn"])  # Ray's actors have the same servicer as spawned processes
 def test_what_making_a_worker_raises_comes_from_every_call(kind: str, request: pytest.FixtureRequest) -> None:
     remote = request.getfixturevalue(f"{kind}_cluster").start("spare", fail_to_make)
     for _ in range(2):
@@ -125,57 +127,71 @@ def test_a_stream_begins_with_the_call(distant_clerks: Clerks, tmp_path: Path) -
     assert len(list(stream)) == 1
 
 
-# ------------------------------------------------------------------------------------------ deaths
+# ------------------------------------------------------------------------------------------ surroundings
 
 
-def test_a_death_ends_what_was_being_done_and_leaves_what_was_done(
-    processes: Cluster, victims: Clerks, guests: Guests
-) -> None:
-    stream = victims[0].stream(Clerk.items_then_die)
-    later = victims[0].call(Clerk.add, 1)
+def test_a_worker_finds_its_environment_before_any_library(distant_staff: Staff) -> None:
+    environment, torch_was_there = distant_staff("spare").call(Clerk.surroundings).result(SOON)
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert not environment.get("CUDA_VISIBLE_DEVICES"), "none was asked for"
+    assert not torch_was_there
+
+
+# ------------------------------------------------------------------------------------------ ends
+
+
+def test_a_death_ends_what_was_being_done_and_leaves_what_was_done(distant_staff: Staff) -> None:
+    victim, witness = distant_staff("clerk-0"), distant_staff("clerk-1")
+    stream = victim.stream(Clerk.items_then_die)
+    later = victim.call(Clerk.add, 1)
     light, handle = next(stream)
-    for lost in (lambda: next(stream), later.result, lambda: victims[0].call(Clerk.add, 1).result(SOON)):
-        with pytest.raises(WorkerDied, match=r"worker guest-0 .*out of memory"):
+    for lost in (lambda: next(stream), later.result, lambda: victim.call(Clerk.add, 1).result(SOON)):
+        with pytest.raises(WorkerDied, match=r"worker clerk-0 .*out of memory"):
             lost()
-    assert (light, victims[1].call(Clerk.echo, handle).result(SOON).fetch()) == (1, 10)
-    guests[processes, "guest-0"] = processes.start("guest-0", partial(Clerk, 3))
-    assert guests[processes, "guest-0"].call(Clerk.add, 7).result(SOON) == 10
+    assert (light, witness.call(Clerk.echo, handle).result(SOON).fetch()) == (1, 10)
+    replacement = distant_staff("clerk-0")
+    assert replacement is not victim and replacement.call(Clerk.add, 7).result(SOON) == 7
 
 
-def test_the_dead_are_named_before_those_who_miss_them(victims: Clerks) -> None:
-    with pytest.raises(WorkerDied, match="worker guest-1") as caught:
-        gather(victims, Clerk.lose_peer, [("complain",), ("die",)])
+def test_the_dead_are_named_before_those_who_miss_them(distant_clerks: Clerks) -> None:
+    with pytest.raises(WorkerDied, match="worker clerk-1") as caught:
+        gather(distant_clerks, Clerk.lose_peer, [("complain",), ("die",)])
     assert "RuntimeError: [pair.cc:534] Connection closed by peer" in caught.value.__notes__[-1]
 
 
-def test_a_worker_is_closed_with_what_it_has_started(victims: Clerks) -> None:
-    pids = victims[0].call(Clerk.pid).result(SOON), victims[0].call(Clerk.child).result(SOON)
-    hanging = victims[0].call(Clerk.sleep, 600)
-    victims[0].close(grace_s=0.1)
-    victims[0].close()
+def test_a_worker_is_closed_with_what_it_has_started(distant_staff: Staff) -> None:
+    clerk = distant_staff("clerk-0")
+    pids = clerk.call(Clerk.pid).result(SOON), clerk.call(Clerk.child).result(SOON)
+    hanging = clerk.call(Clerk.sleep, 600)
+    clerk.close(grace_s=0.1)
+    clerk.close()
     assert gone(*pids)
-    for lost in (hanging, victims[0].call(Clerk.pid)):
-        with pytest.raises(WorkerDied, match="guest-0 was closed"):
+    for lost in (hanging, clerk.call(Clerk.pid), clerk.stream(Clerk.items, [1]).ask()):
+        with pytest.raises(WorkerDied, match="clerk-0 was closed"):
             lost.result(SOON)
 
 
-def test_a_real_error_waits_for_nobody(spawn_cluster: Cluster) -> None:
-    workers = [spawn_cluster.start(f"guest-{index}", Clerk) for index in range(2)]
-    gather(workers, Clerk.add, [(0,), (0,)])
+@pytest.mark.parametrize("kind", ["inline", "spawn", "ray"])
+def test_nothing_is_started_once_the_cluster_is_closed(kind: str, ray_cluster: Cluster) -> None:
+    with LAUNCHERS[kind].open([Place("late")]) as cluster:
+        pass
+    cluster.close()
+    with pytest.raises(ClusterClosed, match="worker late cannot be started: its cluster is closed"):
+        cluster.start("late", Clerk)
+
+
+def test_a_real_error_waits_for_nobody(hire: Callable[[str], Staff]) -> None:
+    clerks = [hire("spawn")("clerk-0"), hire("spawn")("clerk-1")]
     started = time.monotonic()
     with pytest.raises(ValueError, match="wrong"):
-        gather(workers, Clerk.sleep_or_fail, [(600, ""), (0, "wrong")])
-    assert time.monotonic() - started < SOON
-
-
-def test_results_that_do_not_come_in_time(spawn_cluster: Cluster) -> None:
-    worker = spawn_cluster.start("guest-0", Clerk)
+        gather(clerks, Clerk.sleep_or_fail, [(600, ""), (0, "wrong")])
     with pytest.raises(TimeoutError):
-        results([worker.call(Clerk.sleep, 600)], timeout_s=0.1)
-    assert results([spawn_cluster.start("guest-0", Clerk).call(Clerk.add, 1)], timeout_s=SOON) == [1]
+        results([clerks[0].call(Clerk.pid)], timeout_s=0.1)
+    assert time.monotonic() - started < SOON
+    clerks[0].close(grace_s=0)
 
 
-def test_a_complaint_without_a_death_is_raised_itself(spawn_cluster: Cluster) -> None:
-    workers = [spawn_cluster.start(f"guest-{index}", Clerk) for index in range(2)]
+def test_a_complaint_without_a_death_is_raised_itself(hire: Callable[[str], Staff]) -> None:
+    clerks = [hire("spawn")("clerk-0"), hire("spawn")("clerk-1")]
     with pytest.raises(RuntimeError, match="closed by peer"):
-        gather(workers, Clerk.lose_peer, [("complain",), ("complain",)])
+        gather(clerks, Clerk.lose_peer, [("complain",), ("complain",)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 
 import pytest
 
@@ -34,7 +35,8 @@ def arrived(error: BaseException) -> BaseException:
 def test_errors_keep_their_type_and_their_parts(error: Exception) -> None:
     copy = arrived(error)
     assert type(copy) is type(error) and str(copy) == str(error) and copy.args == error.args
-    assert copy.__notes__[-1].startswith("In worker actor-1:\nTraceback") and "in arrived" in copy.__notes__[-1]
+    told = str(copy.__cause__)
+    assert told.startswith("in worker actor-1:\nTraceback") and "in arrived" in told
 
 
 @pytest.mark.parametrize("error", [Unpicklable("it", "is"), SystemExit(2), ValueError(lambda: 1)])
@@ -58,6 +60,12 @@ def test_errors_that_cannot_travel_are_told(error: BaseException) -> None:
 )
 def test_complaints_about_lost_peers_are_told_from_errors(error: Exception, expected: bool) -> None:
     assert is_consequence(error) is expected
+
+
+def test_what_happened_in_the_worker_is_shown_first() -> None:
+    shown = "".join(traceback.format_exception(arrived(ValueError("bad"))))
+    there, here = shown.index("in worker actor-1:\nTraceback"), shown.rindex("ValueError: bad")
+    assert there < shown.index("direct cause of the following exception") < here
 
 
 def test_the_root_is_the_first_that_is_no_consequence() -> None:

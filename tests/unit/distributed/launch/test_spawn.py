@@ -7,25 +7,29 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
+from flowrl.distributed.launch import wire
 from flowrl.distributed.launch.base import Cluster, Place
 from flowrl.distributed.launch.failures import WorkerDied
 from flowrl.distributed.launch.shelf import Shelf
 from flowrl.distributed.launch.spawn import Spawn
 from flowrl.distributed.records import pack
+from tests.unit.distributed.launch.conftest import Staff
 from tests.unit.distributed.launch.support import SOON, Clerks, eventually, gone
 from tests.unit.distributed.launch.test_ends import REPOSITORY, shelved
 from tests.unit.distributed.launch.workers import Clerk
 
 
 @pytest.fixture
-def clerks(staff: Callable[[str], Clerks]) -> Clerks:
+def clerks(hire: Callable[[str], Staff]) -> Clerks:
     """Of the cluster of the folder."""
-    return staff("spawn")
+    return [hire("spawn")("clerk-0"), hire("spawn")("clerk-1")]
 
 
 # ------------------------------------------------------------------------------------------ shared memory
@@ -81,18 +85,9 @@ def test_a_shelf_has_room_for_large_and_empty_things() -> None:
 # ------------------------------------------------------------------------------------------ processes
 
 
-def test_a_worker_finds_its_environment_before_any_library(spawn_cluster: Cluster) -> None:
-    environment, torch_was_there = spawn_cluster.start("spare", Clerk).call(Clerk.surroundings).result(SOON)
-    assert environment["OMP_NUM_THREADS"] == "1" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert environment["CUDA_VISIBLE_DEVICES"] == "", "none was asked for"
-    assert not torch_was_there
-
-
 def test_the_end_of_a_process_is_told(spawn_cluster: Cluster) -> None:
     with pytest.raises(WorkerDied, match=r"worker spare ended with exit code 3$"):
         spawn_cluster.start("spare", Clerk).call(Clerk.end, 3).result(SOON)
-    with pytest.raises(WorkerDied, match=r"worker spare was killed by SIGKILL \(out of memory\?\)$"):
-        spawn_cluster.start("spare", Clerk).call(Clerk.die).result(SOON)
 
 
 def test_whoever_calls_is_not_held_up_by_a_process_that_does_not_listen(spawn_cluster: Cluster) -> None:
@@ -103,6 +98,21 @@ def test_whoever_calls_is_not_held_up_by_a_process_that_does_not_listen(spawn_cl
     for future in futures:
         with pytest.raises(WorkerDied, match="was closed"):
             future.result(SOON)
+
+
+def test_an_answer_that_cannot_be_received(hire: Callable[[str], Staff], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it for ever, nor for those after it."""
+    clerk = hire("spawn")("spare")
+    pid = clerk.call(Clerk.pid).result(SOON)
+
+    def receive(connection: Connection) -> NoReturn:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(wire, "receive", receive)
+    for lost in [clerk.call(Clerk.echo, 1), clerk.stream(Clerk.items, [1]).ask(), clerk.call(Clerk.sleep, 600)]:
+        with pytest.raises(WorkerDied, match=r"spare was stopped: .* could not be received \(MemoryError: too large\)"):
+            lost.result(SOON)
+    assert gone(pid)
 
 
 def test_arguments_are_those_of_the_moment_of_the_call(clerks: Clerks) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flowrl.config import LoRA
 from flowrl.distributed.lora import add_lora
@@ -118,6 +121,35 @@ def test_a_commit_that_fails_midway_is_never_sampled_with(monkeypatch: pytest.Mo
     stage()
     receiver.commit()
     assert receiver.version == 7 and same(snapshot(engine), snapshot(trainer))
+
+
+class NoMemory(TorchDispatchMode):
+    """Every operation that would take memory fails: its results must lie in what it was given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        new = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given]
+        if new:
+            raise torch.OutOfMemoryError(f"{func} takes memory")
+        return found
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_commit_needs_no_memory_that_could_be_missing(staging: str, wire_dtype: torch.dtype | None) -> None:
+    """Else one engine could fail when others have committed. Tensors are split over buckets, and not contiguous."""
+    trainer, engine = make_module(0), make_module(1)
+    engine[0].up.weight.data = engine[0].up.weight.data.T.contiguous().T
+    manifest, _, link = sent(trainer, "full", 1024, wire_dtype)
+    receiver = Receiver(engine, device=CPU, staging=staging)
+    receiver.expect(manifest)
+    receiver.receive(manifest, link, 0)
+    with NoMemory():
+        receiver.commit()
+    for name, value in snapshot(trainer).items():
+        expected = value.to(wire_dtype).to(value.dtype) if wire_dtype and value.is_floating_point() else value
+        assert torch.equal(snapshot(engine)[name], expected)
 
 
 def test_an_engine_without_weights_has_no_version() -> None:

@@ -21,7 +21,7 @@ from flowrl.distributed.lora import add_lora
 from flowrl.distributed.weight_sync.checksum import Checksums
 from flowrl.distributed.weight_sync.manifest import Manifest, Mode
 from flowrl.distributed.weight_sync.receiver import Receiver
-from flowrl.distributed.weight_sync.sender import Sender
+from flowrl.distributed.weight_sync.sender import Filling, Sender
 from flowrl.distributed.weight_sync.source import named_tensors, origins
 from flowrl.distributed.weight_sync.transports.base import Inlet, Link
 from flowrl.distributed.weight_sync.transports.cuda_ipc import identity
@@ -65,13 +65,42 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
 
 
+def strike(fault: str) -> None:
+    """What can happen to a party in the middle of a transfer."""
+    match fault:
+        case "raise":
+            raise MemoryError("no room for bucket 1")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            time.sleep(2)
+
+
+class FaultySender(Sender):
+    """Goes wrong before the second bucket, if a test asks for it."""
+
+    fault = ""
+
+    def _gather(self, manifest: Manifest) -> Iterator[Filling]:
+        for bucket, content in enumerate(super()._gather(manifest)):
+            if bucket == 1:
+                strike(self.fault)
+            yield content
+
+
 class Trainer:
     """Rank `rank`."""
 
     def __init__(self, mode: Mode, rank: int = 0, wire_dtype: torch.dtype | None = None) -> None:
         self.module = make_module(0, lora=mode != "full")
         self.rank = rank
-        self.sender = Sender(self.module, mode, wire_dtype=wire_dtype, bucket_bytes=BUCKET_BYTES, device=CPU, rank=rank)
+        self.sender = FaultySender(
+            self.module, mode, wire_dtype=wire_dtype, bucket_bytes=BUCKET_BYTES, device=CPU, rank=rank
+        )
+
+    def inject(self, fault: str) -> None:
+        """Into every publication from now on."""
+        self.sender.fault = fault
 
     def join(self, port: int, rank: int, num_ranks: int) -> None:
         """The other ranks."""
@@ -170,22 +199,13 @@ class FaultyInlet:
 
     def receive(self, bucket: int, into: Tensor) -> None:
         self.inlet.receive(bucket, into)
-        if bucket == 1:
-            self._strike(into)
+        if bucket == 1 and self.fault == "flip":
+            into[40] ^= 1
+        elif bucket == 1:
+            strike(self.fault)
 
     def finish(self) -> None:
         self.inlet.finish()
 
     def close(self, reason: str | None) -> None:
         self.inlet.close(reason)
-
-    def _strike(self, into: Tensor) -> None:
-        match self.fault:
-            case "flip":
-                into[40] ^= 1
-            case "raise":
-                raise MemoryError("no room for bucket 1")
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                time.sleep(2)

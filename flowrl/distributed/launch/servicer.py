@@ -20,7 +20,7 @@ H = TypeVar("H")
 HERE = b"here"  # what a spawned process says first
 
 
-class Host:
+class Servicer:
     """Makes the worker and answers calls. If making it fails, that is the answer to every call.
 
     Args:
@@ -76,13 +76,13 @@ def serve(connection: Connection, name: str, environment: Mapping[str, str], she
         connection.send_bytes(HERE)
         _, make = wire.receive(connection)
         threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
-        host = Host(name, make.unpack)
+        servicer = Servicer(name, make.unpack)
         while True:
             kind, request = requests.get()
             if kind is wire.Request.CALL:
-                wire.send(connection, host.call(request))
+                wire.send(connection, servicer.call(request))
             elif kind is wire.Request.STREAM:
-                for light, heavy in host.stream(request, shelf.put):
+                for light, heavy in servicer.stream(request, shelf.put):
                     wire.send(connection, light, heavy)
             else:
                 return
