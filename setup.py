@@ -56,7 +56,7 @@ setup(
     },
     include_package_data=False,
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.10",
         "diffusers>=0.40,<0.43",
         "transformers>=5.13,<6",
         "accelerate>=1.12",

@@ -1,13 +1,16 @@
-"""What configurations are refused."""
+"""One buffer for each run, and what configurations are refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from flowrl import load_config
+from flowrl.buffer.accounting import BufferClosed, BufferFull
 from flowrl.buffer.memory import MemoryBuffer
 from flowrl.config import ConfigError
+from flowrl.distributed.launch.inline import Inline
 from flowrl.preflight import preflight
+from tests.unit.buffer.support import group, scored
 from tests.unit.buffer.test_ledger import HighestReward
 
 
@@ -19,6 +22,22 @@ def problems(*overrides: str) -> list[str]:
 
 def test_the_default_is_memory_without_bounds() -> None:
     assert preflight(load_config()).buffer == MemoryBuffer()
+
+
+def test_a_buffer_is_open_for_one_run() -> None:
+    settings = MemoryBuffer(max_groups=1, max_bytes=1000)
+    with pytest.raises(ZeroDivisionError), Inline().open([]) as cluster, settings.open(cluster) as buffer:
+        buffer.submit([group(0)])
+        assert not buffer.room(1)
+        raise ZeroDivisionError
+    with pytest.raises(BufferClosed):
+        buffer.take(1)
+    with Inline().open([]) as cluster, settings.open(cluster) as another:
+        another.submit([group(0)])
+        another.put(scored(0))
+        assert another.accounting().submitted == 1
+        with pytest.raises(BufferFull, match="1 are in flight"):
+            another.submit([group(1)])
 
 
 def test_bounds_that_no_batch_keeps_to() -> None:

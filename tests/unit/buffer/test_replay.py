@@ -180,7 +180,7 @@ def test_submission_waits_for_room(make_buffer: MakeBuffer) -> None:
     with pytest.raises(TimeoutError, match="room for 2 groups"):
         buffer.wait_for_room(2, timeout_s=0.01)
     with pytest.raises(BufferFull, match="Not even an empty one"):
-        buffer.wait_for_room(4)
+        buffer.wait_for_room(4, SOON)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(buffer.wait_for_room, 2, 2 * SOON)
         time.sleep(BEGUN)

@@ -143,6 +143,11 @@ class Signals:
         with lost_store():
             self.wait(lambda: self.store.add(key, 0) >= count, what)
 
+    def settle(self, key: str, wish: str) -> str:
+        """What all parties take for settled: the first one's wish."""
+        with lost_store():
+            return bytes(self.store.compare_set(key, "", wish)).decode()
+
     def fail(self, reason: str) -> None:
         """Tell everybody that waits, or will; the first reason stays.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 
-from flowrl.distributed.weight_sync.errors import TransferError
+from flowrl.distributed.weight_sync.errors import AbortedError, TransferError
 from flowrl.distributed.weight_sync.manifest import Manifest
 from flowrl.distributed.weight_sync.transports.base import Link, Meeting, Signals
 
@@ -62,7 +62,13 @@ class Group:
     def open(self) -> None:
         """All parties together."""
         self.signals.bump("joined")
-        self.signals.reach("joined", self.size, f"not all {self.size} parties of the publication came together")
+        try:
+            self.signals.reach("joined", self.size, f"not all {self.size} parties of the publication came together")
+        except TransferError:
+            if self.signals.settle("meeting", "off") == "off":
+                raise
+        if self.signals.settle("meeting", "on") == "off":  # backends wait for everybody, without looking at signals
+            raise AbortedError("given up, because another party did so while all came together")
         with lost_peer():
             self._made.append(make_group(self.signals, self.rank, self.size, self.device))
 

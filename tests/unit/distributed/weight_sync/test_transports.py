@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from flowrl.distributed.weight_sync.errors import PublishError, TransferError
+from flowrl.distributed.weight_sync.errors import AbortedError, PublishError, TransferError
 from flowrl.distributed.weight_sync.transports import base, cuda_ipc
 from flowrl.distributed.weight_sync.transports.base import FAILED, Meeting, Signals
 from flowrl.distributed.weight_sync.transports.broadcast import Group
@@ -63,6 +64,25 @@ def test_a_group_tells_the_others_before_it_aborts(store: TCPStore) -> None:
     group._made.append((None, backend))  # type: ignore[arg-type]
     group.close("out of memory")
     assert backend.told == [True]
+
+
+def test_nobody_waits_in_the_backend_for_a_party_that_gave_up_before(store: TCPStore) -> None:
+    gone, late = Group(Signals(store, 10), 0, 2, CPU), Group(Signals(store, 10), 1, 2, CPU)
+    gone.signals.fail("out of memory")
+    with pytest.raises(AbortedError, match="out of memory"):
+        gone.open()
+    store.delete_key(FAILED)  # as if the late one had looked just before
+    began = time.monotonic()
+    with pytest.raises(AbortedError, match="another party"):
+        late.open()
+    assert time.monotonic() - began < 2
+
+
+def test_no_bucket_is_begun_once_a_party_has_failed(store: TCPStore) -> None:
+    group = Group(Signals(store, 10), 0, 2, CPU)
+    group.signals.fail("out of memory")
+    with pytest.raises(AbortedError, match="out of memory"):
+        group.broadcast(torch.zeros(16, dtype=torch.uint8))
 
 
 def test_shared_buffers_are_given_back_after_the_others_were_told(
