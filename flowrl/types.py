@@ -13,7 +13,7 @@ Data flows one way: Group -> SampledGroup -> ScoredGroup -> Samples -> TrainBatc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
@@ -29,83 +29,8 @@ from flowrl.flow.noise import Noise
 from flowrl.flow.schedule import Schedule
 from flowrl.flow.solvers import Solver
 from flowrl.prompts import Prompt
-
-SHARED = {"shared": True}
-"""Metadata of a field that all rows have in common: it is neither indexed nor concatenated."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A frozen dataclass of batch-first fields: tensors, tuples, other `Rows`; `None` is passed over.
-
-    Fields with the metadata `SHARED` belong to the batch as a whole and must be equal in all parts of a `concat`.
-    """
-
-    def __len__(self) -> int:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None and not f.metadata.get("shared"):
-                return len(value)
-        raise TypeError(f"{type(self).__name__} has no batched field")
-
-    def rows(self, index: Tensor) -> Self:
-        """The rows at `index` (int64 [M], repeats allowed), in that order."""
-        return self._map(lambda value: _take(value, index))
-
-    def to(self, device: torch.device | str) -> Self:
-        """Every tensor on `device`; dtypes stay."""
-
-        def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor | Rows) else value
-
-        return self._map(move, include_shared=True)
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all `parts` in order. Raises ValueError for no parts or for shared fields that differ."""
-        if not parts:
-            raise ValueError(f"{cls.__name__}.concat needs at least one part")
-        merged: dict[str, Any] = {}
-        for f in fields(parts[0]):
-            values = [getattr(part, f.name) for part in parts]
-            if f.metadata.get("shared"):
-                if not all(_same(values[0], value) for value in values[1:]):
-                    raise ValueError(f"{cls.__name__}.{f.name} differs between the parts to be joined")
-                merged[f.name] = values[0]
-            else:
-                merged[f.name] = _join(values)
-        return replace(parts[0], **merged)
-
-    def _map(self, function: Any, *, include_shared: bool = False) -> Self:
-        chosen = [f for f in fields(self) if include_shared or not f.metadata.get("shared")]
-        values = {f.name: getattr(self, f.name) for f in chosen}
-        return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
-
-
-def _take(value: Any, index: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return value[index.to(value.device)]
-    if isinstance(value, Rows):
-        return value.rows(index)
-    return tuple(value[i] for i in index.tolist())
-
-
-def _join(values: list[Any]) -> Any:
-    first = values[0]
-    if first is None:
-        if any(value is not None for value in values):
-            raise ValueError("a field is set in some parts and missing in others")
-        return None
-    if isinstance(first, Tensor):
-        return torch.cat(values)
-    if isinstance(first, Rows):
-        return type(first).concat(values)
-    return tuple(item for value in values for item in value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
-
+from flowrl.rows import SHARED as SHARED
+from flowrl.rows import Rows as Rows
 
 # ---------------------------------------------------------------------------------------------- prompts
 

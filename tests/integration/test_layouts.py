@@ -27,9 +27,11 @@ PUBLICATIONS = [
     ("actor=lora", "lora"),
     ("actor=lora", "merged"),
 ]
+# By default each mode is tried in one of the layouts: processes take seconds to start.
+TRIED = {("standalone", "full"), ("colocated", "lora"), ("standalone", "merged")}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[tuple[Ranks, tuple[str, ...]]]:
     """The processes of one layout, and what asks for it."""
     layout = LAYOUTS[request.param]
@@ -57,12 +59,21 @@ def assert_same_drawing(found: list[SampledGroup], expected: list[SampledGroup],
         torch.testing.assert_close(here.trajectory.log_probs, there.trajectory.log_probs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("actor", "mode"), PUBLICATIONS, ids=[mode for _, mode in PUBLICATIONS])
+@pytest.mark.parametrize(
+    ("started", "actor", "mode"),
+    [
+        pytest.param(
+            layout, actor, mode, marks=() if (layout, mode) in TRIED else pytest.mark.campaign, id=f"{layout}-{mode}"
+        )
+        for layout in LAYOUTS
+        for actor, mode in PUBLICATIONS
+    ],
+    indirect=["started"],
+)
 def test_workers_draw_with_the_weights_that_were_published(
     started: tuple[Ranks, tuple[str, ...]], tiny_folder: Path, actor: str, mode: str
 ) -> None:
     processes, layout = started
-    # Each mode goes by each transport in one of the layouts: processes take seconds to start.
     transport = "broadcast" if (mode == "lora") == ("colocated" in layout[0]) else "object_store"
     sync = (f"weight_sync.mode={mode}", f"weight_sync.transport={transport}", "weight_sync.bucket_mb=1")
     run = configure(tiny_folder, actor, *layout, *sync, "actor.optimizer.lr=1e-2")

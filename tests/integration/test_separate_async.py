@@ -50,7 +50,7 @@ COMPATIBLE = (
 )
 
 
-@pytest.mark.parametrize("launcher", ["inline", "spawn"])
+@pytest.mark.parametrize("launcher", ["inline", pytest.param("spawn", marks=pytest.mark.campaign)])
 def test_one_worker_without_staleness_is_the_synchronous_trainer(
     tiny_folder: Path, prompts: Path, launcher: str
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_rollout_worker_that_dies_is_replaced_and_nothing_is_lost_or_doubled(
             list(rollouts.generate(tiny.groups(8, 2, first=8), 1))
 
 
+@pytest.mark.campaign
 def test_a_worker_that_dies_while_it_commits_is_replaced_or_stops_the_run(tiny_folder: Path, tmp_path: Path) -> None:
     run = standalone(tiny_folder, "rollout.on_death=restart")
     with ranks(Spawn(), run) as processes:
@@ -123,6 +124,7 @@ def test_a_worker_that_dies_while_it_commits_is_replaced_or_stops_the_run(tiny_f
         assert {d.sampling.policy_version for d in drawn} == {1}
 
 
+@pytest.mark.campaign
 def test_a_worker_that_hangs_fails_the_publication_in_time_and_all_keep_the_old_version(tiny_folder: Path) -> None:
     run = standalone(tiny_folder, "weight_sync.timeout_s=5", "weight_sync.retries=0")
     with ranks(Spawn(), run) as processes:
@@ -143,6 +145,7 @@ def test_a_worker_that_hangs_fails_the_publication_in_time_and_all_keep_the_old_
         assert [w.call(version_of).result() for w in rollouts.workers] == [1, 1]
 
 
+@pytest.mark.campaign
 def test_a_worker_that_draws_nothing_counts_as_dead(tiny_folder: Path) -> None:
     run = standalone(tiny_folder, "rollout.timeout_s=3")
     with ranks(Spawn(), run) as processes:
