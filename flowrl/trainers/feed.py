@@ -30,10 +30,12 @@ class Pace:
 
     batch_size: int
     lead: int  # batches beyond the one that is collected: `num_warmup_batches`
+    total_cycles: int  # of the run: what none of them would use is not submitted
 
     def allowance(self, num_submitted: int, num_evicted: int, cycles: int) -> int:
         """How many groups may be submitted now."""
-        return max(0, (cycles + 1 + self.lead) * self.batch_size - (num_submitted - num_evicted))
+        batches = min(cycles + 1 + self.lead, self.total_cycles)
+        return max(0, batches * self.batch_size - (num_submitted - num_evicted))
 
 
 class Feed:
@@ -193,8 +195,7 @@ class Feed:
         self.rewards.submit(sampled).add_done_callback(self._put)
 
     def _put(self, done: Future[ScoredGroup]) -> None:
-        error = done.exception()
-        if error is not None:
-            self.buffer.close(error)
-        else:
+        try:
             self.buffer.put(done.result())
+        except BaseException as error:  # here it would only be logged, and the trainer would wait for ever
+            self.buffer.close(error)

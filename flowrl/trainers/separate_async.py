@@ -101,9 +101,9 @@ class SeparateAsyncTrainer:
                         stages.actor.update(batch, advantages)
                     with stages.timers.phase("publish"):
                         stages.rollouts.publish(stages.actor.version)
-                    stages.buffer.trained(group.sampled.group.ordinal for group in batch)
                     feed.advance()
                 journal.trained(step, batch, advantages, stages.rewards.totals())
+                stages.buffer.trained(group.sampled.group.ordinal for group in batch)
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
                     journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
                 journal.log(step, stages)
@@ -113,7 +113,7 @@ class SeparateAsyncTrainer:
 
     def _feed(self, run: Config, stages: Stages) -> Feed:
         assert isinstance(stages.rollouts, SeparateRollouts)
-        pace = Pace(run.data.train_batch_size, self.num_warmup_batches)
+        pace = Pace(run.data.train_batch_size, self.num_warmup_batches, self.total_steps)
         return Feed(
             stages.data,
             stages.rollouts,

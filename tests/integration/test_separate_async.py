@@ -74,6 +74,8 @@ def test_generation_overlaps_training(tiny_folder: Path, prompts: Path) -> None:
         assert record["buffer/submitted"] == record["buffer/trained"] + record["buffer/in_flight"]
         assert 0 <= record["async/actor_idle"] <= 1 and 0 <= record["async/rollout_idle"] <= 1
 
+    assert logged[-1]["buffer/in_flight"] == 0, "what no step would use is not drawn"
+
 
 @pytest.mark.parametrize(
     ("key", "overrides"),

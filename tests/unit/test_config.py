@@ -134,10 +134,15 @@ def test_interpolations_that_lead_nowhere() -> None:
 def whole(**values: Any) -> Any:
     """A root with every component `Part(1)`."""
     part = node(size=1)
-    components = {"model": part, "algorithm": part, "trainer": part, "buffer": part}
+    components = {"model": part, "algorithm": part, "trainer": part, "buffer": part, "launcher": part}
     sampler = {"dynamics": part, "steps": part, "solver": part}
     data = {"train": "t.txt", "train_batch_size": 4, "num_samples_per_prompt": 2}
-    return OmegaConf.merge(OmegaConf.structured(Config), components, {"sampler": sampler, "data": data}, values)
+    return OmegaConf.merge(
+        OmegaConf.structured(Config),
+        components,
+        {"sampler": sampler, "data": data, "rollout": {"engine": part}},
+        values,
+    )
 
 
 def test_a_run_is_typed_sections_and_built_components() -> None:
@@ -152,7 +157,9 @@ def test_what_must_be_set_says_so() -> None:
     with pytest.raises(ConfigError) as caught:
         build_run(OmegaConf.structured(Config))
     assert Problem("data.train", "must be set.", "Set data.train=...") in caught.value.problems
-    assert {"model", "algorithm", "trainer", "buffer"} <= {problem.path for problem in caught.value.problems}
+    assert {"model", "algorithm", "trainer", "buffer", "launcher", "rollout.engine"} <= {
+        problem.path for problem in caught.value.problems
+    }
 
 
 def test_keys_that_slipped_past_the_schema_are_refused() -> None:
