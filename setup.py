@@ -17,6 +17,7 @@ TEST = [
     "matplotlib>=3.9",
     "mypy",
     "pre-commit",
+    "psutil",
     "pytest",
     "ruff",
     "setuptools>=77",

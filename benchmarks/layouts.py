@@ -4,8 +4,8 @@
     python -m benchmarks.layouts --size small --variants shared_lora standalone_lora             # a CPU will do
 
 The model has random weights and the size of SD3.5 Medium (`medium`); pictures are rewarded for how well they compress,
-so that every reward differs. All variants draw the same pictures from the same weights, so that losses and gradient norms
-of variants that train the same can be compared line by line.
+so that every reward differs. All variants draw the same pictures from the same weights, so that losses and gradient
+norms of variants that train the same can be compared line by line.
 """
 
 from __future__ import annotations
