@@ -20,6 +20,20 @@ def test_illegible_words_become_legible(tmp_path: Path, seed: int) -> None:
     assert score_after > score_before
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("launcher=ray", "actor.num_ranks=2"),
+        ("launcher=spawn", "trainer.layout=standalone"),
+    ],
+    ids=" ".join,
+)
+def test_more_processes_reach_the_same(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """The same words become legible, whoever draws and whoever trains."""
+    held_out = run("tiny_ocr", 0, tmp_path, overrides=overrides)["held_out"]
+    assert held_out[0][1] <= 0.50 and held_out[-1][1] >= 0.80
+
+
 @pytest.mark.parametrize("recipe", ["tiny_ocr_guard", "tiny_ocr_nft"])
 def test_other_algorithms_learn_too(tmp_path: Path, recipe: str) -> None:
     """The training reward of the last steps is well above that of the first."""
