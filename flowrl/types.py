@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowrl.config import Config
+from flowrl.config import Config, Sampler
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.decay import Decay
 from flowrl.flow.dynamics.base import Dynamics
@@ -126,7 +126,10 @@ class Handle(Protocol):
     """Where something heavy lies. It travels between processes instead of the thing itself."""
 
     def fetch(self) -> Any:
-        """The thing, in the memory of the calling process. Raises KeyError if it is there no longer."""
+        """The thing, to be read: its memory may be the store's, which others read, too. Whoever writes copies it first.
+
+        Raises KeyError if it is there no longer.
+        """
         ...
 
 
@@ -355,6 +358,13 @@ class Policy(Protocol):
         """uint8 pictures [B, H, W, 3] from final latents [B, ...]."""
         ...
 
+    def fingerprint(self) -> str:
+        """Of the content of everything that was loaded: runs go on only with the model that they began with.
+
+        Asked once, before anything is trained.
+        """
+        ...
+
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write the module with the weights `state` as the family's own library reads it; nothing if it is empty."""
         ...
@@ -368,6 +378,29 @@ class PolicyConfig(Protocol):
         """Read the weights, for computing on `device`.
 
         Raises `LoadError` for a missing or partial folder: never random weights in silence.
+        """
+        ...
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A `PolicyConfig` whose model lies in a folder of diffusers: it can be exported as one, and checked against it."""
+
+    def folder(self) -> Path:
+        """Where it lies on this host, downloaded if need be. Raises `LoadError` if it cannot be had."""
+        ...
+
+    def in_float32(self) -> PolicyConfig:
+        """The same model, all of it in float32."""
+        ...
+
+    def draw(
+        self, folder: Path, adapter: Path | None, prompts: Sequence[Prompt], start: Tensor, sampler: Sampler
+    ) -> Tensor:
+        """x_0 [B, ...] that the library's own pipeline draws, without flowrl, from x_T `start` [B, ...], in float32.
+
+        The pipeline is that of `folder`, with the exported adapter on it if there is one; it takes Euler's steps on the
+        model's own schedule.
         """
         ...
 

@@ -65,8 +65,8 @@ def commands() -> list[list[str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    calls = [shlex.split(line, comments=True) for line in lines if "python -m flowrl" in line]
-    return [call[call.index("flowrl") + 1 :] for call in calls]
+    calls = [shlex.split(line, comments=True) for line in lines]
+    return [call[call.index("flowrl") + 1 :] for call in calls if call[:2] == ["python", "-m"] and "flowrl" in call]
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)

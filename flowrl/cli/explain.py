@@ -12,7 +12,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from flowrl.config import Config, ConfigError, Problem
+from flowrl.config import ELSEWHERE, Config, ConfigError, Problem
 
 # "In 'recipe/mine': ConfigKeyError raised while composing config:\n<message>\n    full_key: data.sed ..."
 _IN_FILE = re.compile(
@@ -20,6 +20,19 @@ _IN_FILE = re.compile(
 )
 _SEVERAL = re.compile(r"(Ambiguous value for argument|Sweep parameters) '(?P<key>[^=]+)=(?P<values>.*)'")
 _WRONG_PACKAGE = re.compile(r"In '(?P<file>[^']+)': Could not override '[^']*@")
+
+
+_ASYNC = "Set trainer=separate_async."
+NOT_OFFERED: dict[tuple[str, str], tuple[str, str]] = {
+    ("trainer", "colocate_async"): (
+        "colocate_async is not offered: generation and training would compete for the same GPUs at the same time.",
+        "Set trainer=separate_async (at the same time, on GPUs of their own) or trainer.layout=colocated (on the same "
+        "GPUs, in turns).",
+    ),
+    ("trainer", "async"): ("there is no 'async'.", _ASYNC),
+    ("trainer", "fully_async"): ("there is no 'fully_async'.", _ASYNC),
+}
+"""Options that other projects have or announce, by group and name: why not, and what to set instead."""
 
 
 def explain(error: Exception) -> ConfigError:
@@ -45,6 +58,8 @@ def closest(name: str, candidates: Iterable[str]) -> tuple[str | None, list[str]
 
 def _unknown_option(error: MissingConfigException) -> Problem:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
+    if (group, name) in NOT_OFFERED:
+        return Problem(group, *NOT_OFFERED[group, name])
     best, names = closest(name, error.options or [])
     if not names:
         return Problem(group or name, f"there is no {error.missing_cfg_file!r}.")
@@ -61,6 +76,8 @@ def _omegaconf(error: OmegaConfBaseException) -> Problem:
 
 
 def _unknown_key(path: str, keys: list[str]) -> Problem:
+    if path in ELSEWHERE:
+        return Problem(path, *ELSEWHERE[path])
     parent, _, name = path.rpartition(".")
     best, names = closest(name, [key for key in keys if key not in ("hydra", "_target_")])
     guess = f"Did you mean {parent + '.' if parent else ''}{best}? " if best else ""

@@ -1,4 +1,4 @@
-"""What a run folder says about the run itself: `config.yaml` and `run.json`."""
+"""What a run folder says about the run itself: `config.yaml`, `contract.json` and `run.json`."""
 
 from __future__ import annotations
 
@@ -10,65 +10,44 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 import flowrl
 from flowrl.config import Config, ConfigError, Problem
 from flowrl.data.prompts import fingerprint
+from flowrl.distributed.checkpoint.folders import Folders
 from flowrl.tracking.files import write_atomic
 from flowrl.tracking.loggers.jsonl import FILENAME as METRICS
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "rapidocr", "onnxruntime", "ray")
-FREE = ("name", "runs", "recipe")  # keys that only say where a run is kept
+CONTRACT = "contract.json"
 
 
-def is_finished(run: Config, cfg: DictConfig) -> bool:
-    """Does the run folder hold this very run, finished? A run that ended before its first metrics does not count.
+@dataclass(frozen=True)
+class Past:
+    """What an earlier process wrote about the run."""
 
-    Raises:
-        ConfigError: it holds another run, one that was broken off, or one that is being written.
-    """
-    if not (run.run_dir / "run.json").exists() or not _has_metrics(run):
-        return False
-    hint = f"Set name=... to start another, or remove {run.run_dir}."
-    past = _past(run)
-    if past.finished is None:
-        with exclusive(run):  # which fails if that run still goes on
-            pass
-    changes = _changes(past.config, _resolved(cfg))
-    if changes:
-        raise ConfigError(
-            Problem("name", f"{run.run_dir} holds a run with other settings ({'; '.join(changes)}).", hint)
-        )
-    if past.data != _data(run):
-        raise ConfigError(Problem("name", f"{run.run_dir} holds a run with other prompts in the same files.", hint))
-    if past.finished is None:
-        raise ConfigError(
-            Problem("name", f"{run.run_dir} holds a run that was broken off; it cannot be resumed.", hint)
-        )
-    return True
-
-
-class _Past(NamedTuple):
-    config: DictConfig | ListConfig
-    data: dict[str, str]
+    contract: dict[str, Any]
     finished: str | None
+    steps: int  # of the finished run
+    started: str
 
 
-def _past(run: Config) -> _Past:
-    """What an earlier run wrote about itself. Raises ConfigError if that cannot be read."""
+def past(run: Config) -> Past | None:
+    """None for a folder that holds no run. Raises ConfigError if what it holds cannot be read."""
+    if not (run.run_dir / "run.json").exists():
+        return None
     try:
-        config = OmegaConf.load(run.run_dir / "config.yaml")
+        contract = json.loads((run.run_dir / CONTRACT).read_text())
         record = json.loads((run.run_dir / "run.json").read_text())
-        return _Past(config, record["data"], record["finished"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, OmegaConfBaseException) as error:
+        return Past(dict(contract), record["finished"], int(record["steps"]), record["started"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         message = f"{run.run_dir} holds no readable run."
         raise ConfigError(Problem("name", message, "Remove the folder, or choose another name.")) from error
 
@@ -90,32 +69,39 @@ def exclusive(run: Config) -> Iterator[None]:
         yield
 
 
+def has_progress(run: Config) -> bool:
+    """Whether anything came of the run in this folder."""
+    metrics = run.run_dir / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(Folders(run.checkpoints_dir).steps())
+
+
 def remains(run: Config) -> str:
     """What a run that was broken off leaves behind, and what can be done."""
-    if _has_metrics(run):
-        return f"{run.run_dir} holds what was written; a run cannot be resumed: set name=... or remove the folder."
-    return f"{run.run_dir} holds only the run's configuration; the same command starts anew."
+    steps = Folders(run.checkpoints_dir).steps()
+    if steps:
+        return f"{run.run_dir} holds a checkpoint; the same command goes on after step {steps[-1]}."
+    return f"{run.run_dir} holds no checkpoint yet; the same command starts anew."
 
 
-def _has_metrics(run: Config) -> bool:
-    metrics = run.run_dir / METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
-def begin(run: Config, cfg: DictConfig) -> None:
-    """Write what the run is: the resolved configuration, versions, commit, command, data."""
+def begin(run: Config, cfg: DictConfig, contract: dict[str, Any], resumed_from: int | None) -> None:
+    """Write what the run is: the resolved configuration and contract, versions, commit, command, data."""
+    before = past(run)
     write_atomic(run.run_dir / "config.yaml", OmegaConf.to_yaml(_resolved(cfg)).encode())
+    write_atomic(run.run_dir / CONTRACT, (json.dumps(contract, indent=1, sort_keys=True) + "\n").encode())
     _write(
         run,
         {
             "name": run.name,
             "command": shlex.join(sys.orig_argv),
-            "started": _now(),
+            "started": _now() if before is None or resumed_from is None else before.started,
+            "resumed": None if resumed_from is None else _now(),
+            "resumed_from": resumed_from,
+            "steps": run.trainer.total_steps,
             "finished": None,
             "versions": _versions(),
             "commit": _commit(),
             "platform": platform.platform(),
-            "data": _data(run),
+            "data": {path: fingerprint(path) for path in sorted({run.data.train, *run.trainer.eval.sets.values()})},
         },
     )
 
@@ -134,27 +120,6 @@ def _resolved(cfg: DictConfig) -> DictConfig:
     resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(resolved, DictConfig)
     return resolved
-
-
-def _changes(old: Any, new: DictConfig) -> list[str]:
-    before, after = _leaves(OmegaConf.to_container(old)), _leaves(OmegaConf.to_container(new))
-    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key) and key not in FREE)
-    return [f"{key}: {before.get(key)} there, {after.get(key)} now" for key in keys]
-
-
-def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {path: tree}
-    return {
-        key: value
-        for name, child in tree.items()
-        for key, value in _leaves(child, f"{path}.{name}" if path else str(name)).items()
-    }
-
-
-def _data(run: Config) -> dict[str, str]:
-    """SHA-256 of every prompt file."""
-    return {path: fingerprint(path) for path in sorted({run.data.train, *run.trainer.eval.sets.values()})}
 
 
 def _versions() -> dict[str, str | None]:

@@ -37,8 +37,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a run as Ctrl-C does."""
 
 
+class Stopped(KeyboardInterrupt):
+    """The first Ctrl-C: the run has been saved, and stops before its end."""
+
+
 def train(cfg: DictConfig) -> Path:
-    """Check `cfg`, train to the end and return the run folder. A run that is already finished is left as it is.
+    """Check `cfg`, train to the end and return the run folder.
+
+    A run that was broken off goes on from its newest checkpoint (`resume`); one that is finished is left as it is.
 
     Worker processes import the main script anew, so a script calls this under `if __name__ == "__main__":`.
 
@@ -46,25 +52,32 @@ def train(cfg: DictConfig) -> Path:
         ConfigError: with everything that is wrong, before anything is written; or later, if only the loaded model can
             tell. The latter, and every other error of the run, has a note about what the run folder holds.
         LoadError, RewardError, DivergedError: the model or a reward failed, or training has come to nothing.
+        KeyboardInterrupt: the run was asked to stop, and was saved unless it was asked twice.
     """
     if multiprocessing.current_process().name.startswith((REWARD_WORKER, WORKER)):
         raise RuntimeError(
             'the main script starts a run when it is imported: put that under `if __name__ == "__main__":`'
         )
     _settle_threads()
-    from flowrl.cli import record
+    from flowrl.cli import record, resume
+    from flowrl.cli.contract import contract
     from flowrl.preflight import preflight
     from flowrl.tracking.console import Terminal
 
     run = preflight(cfg)
-    if record.is_finished(run, cfg):
+    if resume.is_finished(run, cfg):
         notice = f"{run.run_dir} holds this run, finished. Start another with name=..., or remove the folder."
         Terminal().out(notice, highlight=False)
         return run.run_dir
     with record.exclusive(run):
-        record.begin(run, cfg)
+        start = resume.starting_point(run, cfg)
+        if start is not None:
+            Terminal().out(f"{start.path}: the run goes on after step {start.step}.", highlight=False)
+        record.begin(run, cfg, contract(run, cfg), None if start is None else start.step)
         try:
-            run.trainer.fit(run)
+            stopped_by = run.trainer.fit(run, start)
+            if stopped_by is not None:
+                raise Stopped if stopped_by == signal.SIGINT else Terminated
         except BaseException as error:
             error.add_note(record.remains(run))
             raise
@@ -81,7 +94,11 @@ def _settle_threads() -> None:
 
 
 def main() -> None:
-    """The console script. Exits with 0; 1: a run failed; 2: its configuration is at fault; 130, 143: it was stopped."""
+    """The console script.
+
+    Exits with 0, also after a first Ctrl-C; 1: a run failed; 2: its configuration is at fault; 130: it was stopped at
+    once; 143: it was terminated, in order or at once.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     try:
         status = command(sys.argv[1:])
@@ -115,6 +132,8 @@ def command(arguments: Sequence[str]) -> int:
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.status
+    except Stopped as stop:
+        print(_with_notes("flowrl: stopped.", stop), file=sys.stderr)
     except Terminated as end:
         print(_with_notes("flowrl: terminated.", end), file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -150,7 +169,7 @@ def _sweep(points: list[DictConfig]) -> None:
 
 def _check_points(points: list[DictConfig]) -> None:
     """Raise ConfigError with the problems of all points."""
-    from flowrl.cli import record
+    from flowrl.cli import resume
     from flowrl.preflight import preflight
 
     problems: list[Problem] = []
@@ -159,7 +178,7 @@ def _check_points(points: list[DictConfig]) -> None:
         try:
             run = preflight(cfg)
             with _folder_errors(cfg):
-                record.is_finished(run, cfg)
+                resume.is_finished(run, cfg)
         except ConfigError as error:
             problems.extend(Problem(f"{cfg.name}: {p.path}", p.message, p.hint) for p in error.problems)
         else:
@@ -172,6 +191,8 @@ def _check_points(points: list[DictConfig]) -> None:
 
 def _run(cfg: DictConfig) -> None:
     """Train, and say what it came to and where it lies. Raises Failure if the model cannot be read or the run fails."""
+    from flowrl.buffer.accounting import BufferFull
+    from flowrl.distributed.checkpoint.manifest import CheckpointError
     from flowrl.distributed.launch.failures import PlacementError, WorkerDied
     from flowrl.distributed.offload import OffloadError
     from flowrl.distributed.weight_sync.errors import PublishError
@@ -181,12 +202,16 @@ def _run(cfg: DictConfig) -> None:
     from flowrl.tracking.summary import FILENAME, Summary
     from flowrl.types import DivergedError, LoadError
 
+    failures = (
+        RewardError, DivergedError, WorkerDied, PlacementError, PublishError, OffloadError, EngineError, BufferFull,
+        CheckpointError,
+    )  # fmt: skip
     try:
         with _folder_errors(cfg):
             folder = train(cfg)
     except LoadError as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 2) from error
-    except (RewardError, DivergedError, WorkerDied, PlacementError, PublishError, OffloadError, EngineError) as error:
+    except failures as error:
         raise Failure(_with_notes(f"flowrl: {error}", error), 1) from error
     if (folder / FILENAME).exists():
         print_summary(Terminal(), Summary.read(folder), folder)

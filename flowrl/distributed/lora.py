@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.config import ConfigError, LoRA, Problem
 from flowrl.distributed.fsdp import assert_writable, full_tensor, is_first
 
 ADAPTER = "default"
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # diffusers' and peft's
+ADAPTER_PREFIXES = ("transformer.", "base_model.model.")  # of the names in them
 
 
 def train_fully(module: nn.Module, master_dtype: torch.dtype = torch.float32) -> None:
@@ -39,14 +41,12 @@ def add_lora(module: nn.Module, config: LoRA, default_targets: Sequence[str], se
 
     Raises ConfigError for a target that matches no layer, and for a warm start that does not fit exactly.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     targets = list(config.targets if config.targets is not None else default_targets)
     check_targets(module, targets)
     module.requires_grad_(False)
-    settings = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, init_lora_weights=config.init, target_modules=targets, lora_dropout=0.0
-    )
+    settings = peft_settings(config, targets)
     with torch.random.fork_rng(devices=[]):  # peft initialises from the global generator
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, module, adapter_name=ADAPTER)
@@ -55,6 +55,19 @@ def add_lora(module: nn.Module, config: LoRA, default_targets: Sequence[str], se
     if config.warm_start is not None:
         load_adapter(module, Path(config.warm_start))
     assert_boundary(module, "lora")
+
+
+def peft_settings(config: LoRA, targets: Sequence[str]) -> Any:
+    """peft's `LoraConfig`."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        init_lora_weights=config.init,
+        target_modules=list(targets),
+        lora_dropout=0.0,
+    )
 
 
 def assert_boundary(module: nn.Module, mode: str) -> None:
@@ -90,20 +103,31 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
     path = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
     if path is None:
         raise ConfigError(Problem("actor.lora.warm_start", f"{folder} holds none of {', '.join(ADAPTER_FILES)}."))
-    found = {re.sub(r"^(base_model\.model\.|transformer\.)", "", k): v for k, v in load_file(path).items()}
-    expected = adapter_tensors(module)
-    wrong = sorted(expected.keys() ^ found.keys())
-    wrong += [name for name in expected.keys() & found.keys() if expected[name].shape != found[name].shape]
-    if wrong:
-        message = f"{folder}: {len(wrong)} tensors are missing, extra or misshapen, among them {wrong[0]}."
-        raise ConfigError(Problem("actor.lora.warm_start", message, "Do rank and targets agree?"))
+    try:
+        restore(module, read_adapter(path))
+    except ValueError as error:
+        message = f"{folder}: {error}"
+        raise ConfigError(Problem("actor.lora.warm_start", message, "Do rank and targets agree?")) from error
     alpha, saved = module.peft_config[ADAPTER].lora_alpha, _saved_alpha(path)  # type: ignore[union-attr, index]
     if saved is not None and saved != alpha:
         message = f"{folder} was trained with alpha {saved}, not {alpha}."
         raise ConfigError(Problem("actor.lora.warm_start", message, f"Set actor.lora.alpha={saved}."))
-    with torch.no_grad():
-        for name, parameter in expected.items():
-            parameter.copy_(found[name])
+
+
+@torch.no_grad()
+def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy saved values into the trainable parameters, by the names they are saved under.
+
+    Persistent buffers may be among them. Raises ValueError unless names and shapes agree one to one.
+    """
+    parameters = adapter_tensors(module)
+    known: dict[str, Tensor] = {**parameters, **dict(module.named_buffers())}
+    wrong = sorted((parameters.keys() - values.keys()) | (values.keys() - known.keys()))
+    wrong += [name for name in known.keys() & values.keys() if known[name].shape != values[name].shape]
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors are missing, extra or misshapen, among them {wrong[0]}.")
+    for name, value in values.items():
+        known[name].copy_(value)
 
 
 def _saved_alpha(path: Path) -> float | None:
@@ -117,28 +141,60 @@ def _saved_alpha(path: Path) -> float | None:
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:
-    """The adapter as `pipe.load_lora_weights(folder)` takes it; alpha goes into the metadata, else it is lost.
-
-    All ranks of a sharded module must call it; the first one writes.
-    """
+    """The module's adapter; see `write_adapter`. All ranks of a sharded module must call it; the first one writes."""
     assert_writable(module)
-    settings = module.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr, index]
-    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    tensors = {name: full_tensor(parameter).cpu() for name, parameter in adapter_tensors(module).items()}
+    if is_first(module):
+        write_adapter(folder, tensors, module.peft_config[ADAPTER])  # type: ignore[index]
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Any) -> None:
+    """An adapter as `pipe.load_lora_weights(folder)` takes it, and as peft does.
+
+    diffusers' file has alpha in its metadata, else it would be lost; peft's has `adapter_config.json` beside it.
+
+    Args:
+        folder: made if it is not there.
+        tensors: by the names that `adapter_tensors` gives.
+        settings: peft's `LoraConfig`.
+    """
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
     about = json.dumps({f"transformer.{name}": value for name, value in plain.items()}, sort_keys=True)
-    tensors = {f"transformer.{name}": full_tensor(p).cpu().contiguous() for name, p in adapter_tensors(module).items()}
-    if not is_first(module):
-        return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        tensors,
-        folder / ADAPTER_FILES[0],
-        metadata={"format": "pt", "lora_adapter_metadata": about},
-    )
+    settings.save_pretrained(folder)
+    for file, prefix in zip(ADAPTER_FILES, ADAPTER_PREFIXES, strict=True):
+        named = {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / file, metadata={"format": "pt", "lora_adapter_metadata": about})
+
+
+def read_adapter(path: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's file, by the names that `adapter_tensors` gives."""
+    prefixes = "|".join(map(re.escape, ADAPTER_PREFIXES))
+    return {re.sub(rf"^({prefixes})", "", name): tensor for name, tensor in load_file(path).items()}
+
+
+def adapter_settings(folder: Path) -> LoRA:
+    """What the adapter in a folder that `write_adapter` has filled begins from. Raises ConfigError for another folder.
+
+    Its own weights are the warm start.
+    """
+    try:
+        plain = json.loads((folder / "adapter_config.json").read_text())
+        rank, alpha, targets = int(plain["r"]), float(plain["lora_alpha"]), sorted(plain["target_modules"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"{folder} holds no adapter_config.json that says its rank, alpha and layers."
+        raise ConfigError(Problem("adapter", message)) from error
+    return LoRA(rank=rank, alpha=alpha, targets=targets, warm_start=str(folder))
+
+
+def saved_name(name: str) -> str:
+    """A trained tensor's name without the adapter's own."""
+    return name.replace(f".{ADAPTER}.", ".")
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
     """The adapter's parameters by the names they are saved under, without the adapter's own."""
-    return {name.replace(f".{ADAPTER}.", "."): parameter for name, parameter in trainable(module).items()}
+    return {saved_name(name): parameter for name, parameter in trainable(module).items()}
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.types import LoadError
 
@@ -53,6 +56,30 @@ def check_complete(source: str, parts: Mapping[str, Any]) -> None:
             missing = sorted(_untied(part) - _saved_names(folder / name))
             if missing:
                 raise LoadError(f"{source}: {len(missing)} tensors of {name} are missing, among them {missing[0]}.")
+
+
+def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: str) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, wherever they were read from, and `settings`.
+
+    Tensors on the host are hashed as they lie there, several at a time; others are copied one by one.
+    """
+    tensors = {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        if part is not None
+        for key, value in part.state_dict().items()
+    }
+    with ThreadPoolExecutor() as threads:  # hashlib lets go of the interpreter
+        digests = list(threads.map(_digest, tensors.values()))
+    whole = hashlib.sha256(settings.encode())
+    for (name, tensor), digest in zip(tensors.items(), digests, strict=True):
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _saved_names(folder: Path) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowrl.config import ConfigError, Problem
+from flowrl.config import ConfigError, Problem, Sampler
 from flowrl.flow.schedule import Schedule, StaticShift
-from flowrl.models.loading import absent_parts, check_complete, quiet_loading, resolve_path
+from flowrl.models.loading import absent_parts, check_complete, content_fingerprint, quiet_loading, resolve_path
 from flowrl.prompts import Prompt
 from flowrl.types import Conditions, LoadError
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+OPTIONAL = ("text_encoder_3", "tokenizer_3")
 PARTS = (
     "transformer",
     "vae",
@@ -76,7 +77,7 @@ class SD3:
     def load(self, device: torch.device) -> SD3Policy:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
         source = resolve_path(self.path)
-        absent = absent_parts(source, ("text_encoder_3", "tokenizer_3"))
+        absent = absent_parts(source, OPTIONAL)
         try:
             with quiet_loading():
                 from diffusers import StableDiffusion3Pipeline
@@ -92,6 +93,54 @@ class SD3:
             ) from error
         pipeline.vae.to(device)
         return SD3Policy(self, pipeline, device)
+
+    # ------------------------------------------------------------------------------------------ for exports
+
+    def folder(self) -> Path:
+        """The folder itself, or the snapshot of a Hub id in the local cache (`types.Exportable`)."""
+        source = resolve_path(self.path)
+        if Path(source).is_dir():
+            return Path(source)
+        from diffusers import StableDiffusion3Pipeline
+
+        try:
+            with quiet_loading():
+                return Path(StableDiffusion3Pipeline.download(source, revision=self.revision))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise LoadError(f"model.path={self.path}: no folder, and no Hub id that can be had: {reason}") from error
+
+    def in_float32(self) -> SD3:
+        """See `types.Exportable`."""
+        return replace(self, dtype="float32")
+
+    @torch.no_grad()
+    def draw(
+        self, folder: Path, adapter: Path | None, prompts: Sequence[Prompt], start: Tensor, sampler: Sampler
+    ) -> Tensor:
+        """With `StableDiffusion3Pipeline` and `load_lora_weights` (`types.Exportable`)."""
+        with quiet_loading():
+            from diffusers import StableDiffusion3Pipeline
+            from diffusers.utils import logging
+
+            logging.set_verbosity_error()  # it remarks on text encoders that the adapter does not adapt
+            pipeline = StableDiffusion3Pipeline.from_pretrained(folder, **absent_parts(str(folder), OPTIONAL))
+            if adapter is not None:
+                pipeline.load_lora_weights(adapter)
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.to(device=start.device, dtype=torch.float32)
+        latents: Tensor = pipeline(
+            prompt=[prompt.text for prompt in prompts],
+            negative_prompt=[prompt.negative for prompt in prompts],
+            height=sampler.height,
+            width=sampler.width,
+            num_inference_steps=sampler.num_steps,
+            guidance_scale=sampler.guidance_scale,
+            max_sequence_length=self.max_sequence_length,
+            latents=start,
+            output_type="latent",
+        ).images
+        return latents
 
 
 class SD3Policy:
@@ -225,6 +274,11 @@ class SD3Policy:
             pixels = (decoded.float() * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
             pictures.append((pixels * 255).round().astype(np.uint8))
         return np.concatenate(pictures)
+
+    def fingerprint(self) -> str:
+        """Of the transformer, the encoders, the autoencoder and the noise schedule."""
+        parts = {name: getattr(self.pipeline, name) for name in ("transformer", "vae", *ENCODERS)}
+        return content_fingerprint(parts, self.pipeline.scheduler.to_json_string())
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """`transformer/`, which `SD3Transformer2DModel.from_pretrained` reads."""

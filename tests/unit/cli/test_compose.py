@@ -11,7 +11,7 @@ from flowrl import load_config
 from flowrl.cli.compose import choices, load_sweep
 from flowrl.cli.explain import closest
 from flowrl.cli.help import help_text
-from flowrl.config import ConfigError
+from flowrl.config import ConfigError, build_run
 
 HEADER = "# @package _global_\n"
 
@@ -51,12 +51,22 @@ def test_a_run_is_called_like_its_recipe() -> None:
         ("recipe=null", "to leave it out write ~group"),
         ("data.seed=1,2", "data.seed: has several values: 1,2. To run each, add -m."),
         ("data.seed", "data.seed: cannot be read as an override. Write key=value"),
+        ("trainer=colocate_async", "trainer: colocate_async is not offered: generation and training would compete for"),
+        ("trainer=fully_async", "trainer: there is no 'fully_async'. Set trainer=separate_async."),
         ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra itself have no effect here."),
         ("data.seed=[1", "data.seed=[1: cannot be read as an override."),
     ],
 )
 def test_refusals_name_the_path_and_what_to_write(override: str, message: str) -> None:
     assert message in refusal(override)
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("key", ["drop_incomplete_groups=true", "max_incomplete_group_refill_rounds=2"])
+def test_keys_of_the_other_trainer_are_refused_with_the_reason(key: str, plus: str) -> None:
+    overrides = ["trainer=separate_async", "trainer.mini_batch_size=8", f"{plus}trainer.{key}"]
+    with pytest.raises(ConfigError, match=rf"trainer\.{key.split('=')[0]}: is for trainer=sync: separate_async always"):
+        build_run(load_config(overrides))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 import flowrl
 from flowrl.cli.train import command, main
 from flowrl.config import Config, ConfigError, Evaluation, Problem
+from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.rewards.scoring import RewardError
 from flowrl.types import DivergedError, LoadError
 
@@ -26,10 +27,11 @@ class Marker:
     """A trainer that only leaves a file, or ends another way, before or after its first metrics."""
 
     end: str = "well"
+    total_steps: int = 3
     layout: str = "shared"
     eval: Evaluation = field(default_factory=Evaluation)
 
-    def fit(self, run: Config) -> None:
+    def fit(self, run: Config, start: Committed | None) -> signal.Signals | None:
         if self.end == "load error":
             raise LoadError("there is no such model.")
         if self.end == "config error":
@@ -56,6 +58,7 @@ class Marker:
         if self.end == "bug":
             raise ZeroDivisionError("somewhere")
         (run.run_dir / "fitted").write_text(str(run.seed))
+        return {"stopped": signal.SIGINT, "terminated": signal.SIGTERM}.get(self.end)
 
 
 @pytest.fixture
@@ -112,19 +115,69 @@ def test_other_settings_or_prompts_under_the_same_name_are_refused(
 ) -> None:
     command(base)
     assert command([*base, "seed=1"]) == 2
-    assert "runs/run holds a run with other settings (seed: 0 there, 1 now). Set name=" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:4] == [
+        "  name: runs/run holds a run with other settings:",
+        "    setting  there  now",
+        "    seed     0      1",
+    ]
     (tmp_path / "train.txt").write_text('say "B"\n')
     assert command(base) == 2
-    assert "other prompts" in capsys.readouterr().err
+    assert "content of data.train  " in capsys.readouterr().err
+
+
+def test_what_decides_no_number_may_change(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where files lie, how the run is computed, what is kept of it."""
+    command(base)
+    moved = (tmp_path / "train.txt").rename(tmp_path / "moved.txt")
+    free = ["logger=jsonl", "actor.micro_batch_size=1", "checkpoint.every=3", "device=cpu", "artifacts.keep=9"]
+    assert command([*base, f"data.train={moved}", *free]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert command([*base, f"data.train={moved}", "resume=never"]) == 0, "there is nothing to resume"
+
+
+def test_more_steps_of_a_finished_run_are_the_same_run_unless_its_rate_comes_down(
+    base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command([*base, "+trainer.total_steps=3"])
+    assert command([*base, "+trainer.total_steps=4", "resume=never"]) == 2
+    assert "resume: is never, and runs/run holds a run that can go on." in capsys.readouterr().err
+    (Path("runs/run") / "fitted").unlink()
+    assert command([*base, "+trainer.total_steps=4"]) == 0 and (Path("runs/run") / "fitted").exists()
+    command([*base, "name=cosine", "actor.optimizer.schedule=cosine", "+trainer.total_steps=3"])
+    assert command([*base, "name=cosine", "actor.optimizer.schedule=cosine", "+trainer.total_steps=4"]) == 2
+    assert "trainer.total_steps  3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "status", "said"), [("stopped", 0, "stopped."), ("terminated", 143, "terminated.")])
+def test_a_run_that_was_asked_to_stop_has_its_own_statuses(
+    base: list[str], capsys: pytest.CaptureFixture[str], end: str, status: int, said: str
+) -> None:
+    assert command([*base, f"trainer.end={end}"]) == status
+    assert capsys.readouterr().err.strip().splitlines() == [f"flowrl: {said}", BEGUN]
+    assert json.loads(Path("runs/run/run.json").read_text())["finished"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("nowhere", "There is no checkpoint nowhere."), ("runs/run", "must be a checkpoint of another run")],
+)
+def test_resume_must_name_a_checkpoint(
+    base: list[str], capsys: pytest.CaptureFixture[str], value: str, said: str
+) -> None:
+    assert command([*base, f"resume={value}"]) == 2
+    assert f"resume: {said}" in capsys.readouterr().err
 
 
 def test_interruption_exits_with_130_and_is_not_taken_for_an_end(
     base: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command([*base, "trainer.end=late"]) == 130
-    assert capsys.readouterr().err.strip().splitlines() == ["flowrl: interrupted.", BROKEN_OFF]
-    assert command([*base, "trainer.end=late"]) == 2
-    assert "broken off; it cannot be resumed. Set name=" in capsys.readouterr().err
+    assert capsys.readouterr().err.strip().splitlines() == ["flowrl: interrupted.", BEGUN]
+    assert command([*base, "trainer.end=late", "resume=never"]) == 2
+    assert "resume: is never" in capsys.readouterr().err
+    assert command([*base, "trainer.end=late", "seed=1"]) == 2
+    assert "other settings" in capsys.readouterr().err
 
 
 def test_a_run_that_ended_before_its_first_metrics_does_not_stand_in_the_way(
@@ -135,8 +188,7 @@ def test_a_run_that_ended_before_its_first_metrics_does_not_stand_in_the_way(
     assert command(base) == 0
 
 
-BEGUN = "runs/run holds only the run's configuration; the same command starts anew."
-BROKEN_OFF = "runs/run holds what was written; a run cannot be resumed: set name=... or remove the folder."
+BEGUN = "runs/run holds no checkpoint yet; the same command starts anew."
 
 
 @pytest.mark.parametrize(
@@ -158,10 +210,10 @@ BROKEN_OFF = "runs/run holds what was written; a run cannot be resumed: set name
             [
                 "flowrl: reward component 'ocr' failed on prompt 'p1': OSError: no disk",
                 "Traceback of the worker",
-                BROKEN_OFF,
+                BEGUN,
             ],
         ),
-        ("diverged", 1, ["flowrl: 5 updates in a row were not finite.", BROKEN_OFF]),
+        ("diverged", 1, ["flowrl: 5 updates in a row were not finite.", BEGUN]),
     ],
 )
 def test_errors_of_the_run_are_one_sentence_and_what_is_left(
@@ -182,7 +234,7 @@ def test_sigterm_ends_a_run_as_an_interruption_does(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert end.value.code == 143
-    assert capsys.readouterr().err.splitlines() == ["flowrl: terminated.", BROKEN_OFF]
+    assert capsys.readouterr().err.splitlines() == ["flowrl: terminated.", BEGUN]
 
 
 HOLD = """
@@ -210,7 +262,7 @@ def test_a_folder_that_another_process_writes_is_left_alone(
     assert Path("runs/run/run.json").read_bytes() == written
 
 
-@pytest.mark.parametrize("file", ["run.json", "config.yaml"])
+@pytest.mark.parametrize("file", ["run.json", "contract.json"])
 @pytest.mark.parametrize("content", ["{", "[1]\n: :", None, "\udcff"])
 def test_a_folder_whose_record_cannot_be_read(
     base: list[str], capsys: pytest.CaptureFixture[str], file: str, content: str | None
@@ -219,7 +271,7 @@ def test_a_folder_whose_record_cannot_be_read(
     path = Path("runs/run", file)
     if content is not None:
         path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    elif file == "config.yaml":
+    elif file == "contract.json":
         path.unlink()
     else:
         path.write_text("{}")

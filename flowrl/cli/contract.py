@@ -1,0 +1,62 @@
+"""What has to stay as it was when a run goes on: everything that decides which numbers it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from flowrl.config import Config
+from flowrl.data.prompts import fingerprint
+
+# What may change: where, how fast and for how long a run is computed, what is kept of it, and what is said about it.
+FREE = (
+    "actor.fsdp", "actor.gradient_checkpointing", "actor.max_skipped_updates", "actor.micro_batch_size",
+    "actor.num_ranks", "actor.timeout_s", "artifacts", "buffer", "checkpoint", "device", "launcher", "logger",
+    "model.cache_mb", "model.path", "model.revision", "name", "recipe", "resume", "reward.num_workers",
+    "reward.retries", "reward.timeout_s", "rollout", "runs", "trainer.eval.every", "trainer.layout",
+    "trainer.max_failed_rollouts_in_a_row", "trainer.total_steps", "weight_sync",
+)  # fmt: skip
+
+Contract = Mapping[str, Any]
+CONTENT = "content of "  # before the name of a setting that is a file
+
+
+def contract(run: Config, cfg: DictConfig) -> dict[str, Any]:
+    """Of a run that is to be made: plain values for JSON.
+
+    Files of prompts count by their content, and may move; so does the model, whose fingerprint the trainer adds.
+    """
+    settings = {path: value for path, value in _leaves(OmegaConf.to_container(cfg, resolve=True)) if not _is_free(path)}
+    if run.actor.optimizer.schedule != "constant" and run.actor.optimizer.decay_steps is None:
+        settings["trainer.total_steps"] = run.trainer.total_steps  # the rate comes down over the whole run
+    files = {"data.train": run.data.train}
+    files |= {f"trainer.eval.sets.{name}": path for name, path in run.trainer.eval.sets.items()}
+    by_place = {path: value for path, value in settings.items() if path not in files}
+    return by_place | {f"{CONTENT}{name}": fingerprint(path) for name, path in files.items()}
+
+
+def differences(before: Contract, now: Contract) -> str:
+    """A table, one line per setting that differs; empty if none does."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    rows = [("setting", "there", "now")] + [(name, _shown(before, name), _shown(now, name)) for name in names]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) if names else ""
+
+
+def _shown(values: Contract, name: str) -> str:
+    value = values.get(name, "-")
+    text = "null" if value is None else str(value)
+    return text[:12] if name.startswith(CONTENT) else text
+
+
+def _is_free(path: str) -> bool:
+    return any(path == free or path.startswith(f"{free}.") for free in FREE)
+
+
+def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        return [(path, tree)]
+    return [leaf for name, child in tree.items() for leaf in _leaves(child, f"{path}.{name}" if path else str(name))]

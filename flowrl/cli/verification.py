@@ -1,0 +1,72 @@
+"""Does an export draw what the trainer draws?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.cli.trained import Trained, check_base, install, settle
+from flowrl.config import Config, Sampler
+from flowrl.device import choose_device
+from flowrl.flow.noise import Noise
+from flowrl.flow.solvers import Euler
+from flowrl.prompts import Prompt
+from flowrl.types import Exportable, Policy
+
+PROMPTS = (Prompt("0", 'A sign that says "FLOW"'), Prompt("1", "a red cube"))
+NUM_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Of an export's final latents: the largest of any element."""
+
+    to_trainer: float
+    to_base: float  # what training has changed
+
+
+def compare(run: Config, model: Exportable, trained: Trained, folder: Path, adapter: Path | None) -> Differences:
+    """Draw the same noise with the base, with the trainer's own policy, and with diffusers from the export's files.
+
+    All in float32 and without guidance, which is no part of the weights.
+
+    Args:
+        run: whose sizes are drawn.
+        model: the base.
+        trained: what was exported.
+        folder: of the pipeline that diffusers reads.
+        adapter: the exported adapter for it, if it is not merged.
+
+    Raises LoadError if the base is not the one that was trained.
+    """
+    exact, device = model.in_float32(), choose_device(run)
+    policy = exact.load(device)
+    check_base(policy if exact == run.model else run.model.load(torch.device("cpu")), trained)
+    sampler = replace(run.sampler, num_steps=NUM_STEPS, guidance_scale=1.0)
+    shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
+    start = Noise.of(0, "verification").normal(shape, [(i,) for i in range(len(PROMPTS))]).to(policy.device)
+    settle(policy)
+    base = _drawn(policy, start, sampler)
+    install(policy, run.actor, trained)
+    trainers = _drawn(policy, start, sampler)
+    del policy
+    exported = model.draw(folder, adapter, PROMPTS, start, sampler)
+    return Differences(_largest(exported - trainers), _largest(exported - base))
+
+
+@torch.no_grad()
+def _drawn(policy: Policy, start: Tensor, sampler: Sampler) -> Tensor:
+    sigmas = policy.schedule().sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
+    conditions = policy.encode(PROMPTS)
+
+    def velocity(sample: Tensor, sigma: Tensor) -> Tensor:
+        return policy.velocity(sample, sigma.expand(len(sample)), conditions)
+
+    return Euler().solve(velocity, start, sigmas.to(start.device))
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())
