@@ -73,3 +73,12 @@ def save_medium(folder: Path, device: torch.device, num_layers: int = 24, num_he
     pipeline = build_pipeline(denoiser, vae, tokenizer).to(torch.bfloat16)
     pipeline.save_pretrained(folder)
     return sum(parameter.numel() for parameter in transformer.parameters())
+
+
+def overrides(model: Path, prompts: Path, pixels: int) -> list[str]:
+    """The keys that a run of such a model needs. Pictures are worth how well they compress: every reward differs."""
+    return [
+        *("~recipe", "model=sd3", f"model.path={model}", "model.max_sequence_length=128", "model.dtype=bfloat16"),
+        *("reward=jpeg_compressibility", f"data.train={prompts}", f"trainer.eval.sets.heldout={prompts}"),
+        *(f"sampler.height={pixels}", f"sampler.width={pixels}", "logger=jsonl", "artifacts.every=0"),
+    ]

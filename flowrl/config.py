@@ -1,26 +1,16 @@
-"""The schema of a run, and the one function that turns configuration nodes into objects.
+"""The schema of a run.
 
 Fixed sections are the dataclasses below. Swappable parts (a model, a dynamics, a reward) are nodes with a `_target_`
-dotpath, typed `Any` here: `build` makes them. This module is a leaf: it knows no other part of flowrl, nor Hydra.
+dotpath, typed `Any` here; `flowrl.build` makes them. This module is a leaf: it knows no other part of flowrl.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING as REQUIRED
-from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
-
-T = TypeVar("T")
-FAILED = object()  # stands for a part that could not be built
+from omegaconf import MISSING
 
 
 @dataclass(frozen=True)
@@ -81,6 +71,7 @@ class Reward:
     num_workers: int = 2  # CPU processes; 0 = score in the trainer's process
     timeout_s: float = 120.0
     retries: int = 2
+    report_stuck_s: float = 60.0  # a worker that scores or loads for so long is reported
 
     @property
     def weights(self) -> dict[str, float]:
@@ -174,6 +165,9 @@ class Rollout:
     num_workers: int = 1  # layout standalone: processes that only sample
     num_gpus_per_worker: float = 1.0  # where there are GPUs
     timeout_s: float = 1800.0  # for a worker to draw the next group; then it counts as dead
+    report_stuck_s: float = (
+        300.0  # waiting for a group, a batch or a publication is reported after it, ever more rarely
+    )
     on_death: str = "stop"  # of a rollout worker (standalone): stop | restart
     max_restarts: int = 3  # of the whole run, with on_death=restart
 
@@ -208,6 +202,19 @@ class Artifacts:
 
 
 @dataclass
+class Checkpoint:
+    """When a run saves what it needs to go on, and which of its checkpoints it keeps. The last step is always saved."""
+
+    every: int = 10  # steps; 0 = only at the end
+    keep_last: int = 2  # newest
+    keep_every: int = 0  # and those of every n-th step; 0 = none of them
+    keep_best: str | None = None  # and the best by this metric, like eval/heldout/ocr_mean
+    best: str = "max"  # which value of it that is: max | min
+    background: bool = True  # write while training goes on
+    max_failures: int = 3  # failed saves in a row before the run stops
+
+
+@dataclass
 class Config:
     """The root. After `build_run`, component fields hold the objects themselves."""
 
@@ -230,11 +237,18 @@ class Config:
     launcher: Any = MISSING  # distributed.launch: inline | spawn | ray
     logger: Logger = field(default_factory=Logger)
     artifacts: Artifacts = field(default_factory=Artifacts)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resume: str = "auto"  # auto (from the run folder's newest checkpoint) | never | a checkpoint's or a run's folder
 
     @property
     def run_dir(self) -> Path:
-        """No timestamp: the same command means the same run, which is made once."""
+        """No timestamp: the same command means the same run, which goes on where it was."""
         return Path(self.runs) / self.name
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """One folder per step that was saved."""
+        return self.run_dir / "checkpoints"
 
 
 @runtime_checkable
@@ -244,177 +258,3 @@ class Particular(Protocol):
     def problems(self, run: Config) -> list[Problem]:
         """What `run` asks of it and it cannot do, with paths from the root; quick, without side effects."""
         ...
-
-
-# ---------------------------------------------------------------------------------------------- build
-
-
-def build_run(cfg: DictConfig) -> Config:
-    """The typed `Config` of a composed configuration, components built. All faults come as one `ConfigError`."""
-    run, problems = assemble(cfg)
-    if problems:
-        raise ConfigError(*problems)
-    return run
-
-
-def assemble(cfg: DictConfig) -> tuple[Config, list[Problem]]:
-    """`build_run` for those who have more to check: a `Config`, and the faults.
-
-    For what is at fault the `Config` has the schema's default, or None if there is none.
-    """
-    problems: list[Problem] = []
-    return _build_fields(Config, _plain(cfg, ""), "", problems), problems
-
-
-def _build_fields(schema: type[T], tree: Any, path: str, problems: list[Problem]) -> T:
-    """A section dataclass from its plain tree: nested sections recurse, everything else is a leaf or a component."""
-    arguments: dict[str, Any] = {}
-    hints = get_type_hints(schema)
-    known = {f.name: f for f in fields(schema)}  # type: ignore[arg-type]
-    for key in tree.keys() - known.keys():  # `+key=value` gets them past Hydra
-        problems.append(Problem(f"{path}.{key}" if path else key, *_unknown(key, known, schema)))
-    for f in known.values():
-        where = f"{path}.{f.name}" if path else f.name
-        if is_dataclass(hints[f.name]):
-            arguments[f.name] = _build_fields(hints[f.name], tree[f.name], where, problems)
-        else:
-            value = _build(tree[f.name], where, problems)
-            arguments[f.name] = _default(f) if value is FAILED else value
-    return schema(**arguments)
-
-
-def _default(f: Field[Any]) -> Any:
-    if f.default_factory is not REQUIRED:
-        return f.default_factory()
-    return None if f.default is REQUIRED or f.default == MISSING else f.default
-
-
-def build(node: Any, path: str, expected: type[T] | tuple[type, ...] = object) -> T:  # type: ignore[assignment]
-    """The object that `node` describes: `_target_` is a dotpath to a dataclass, the other keys are its fields.
-
-    Children with a `_target_` are built first. Keys and types are checked against the dataclass, so a misspelt key or
-    a wrong type is a `ConfigError` with its path; several faults in one node come together.
-    """
-    problems: list[Problem] = []
-    value = _build(_plain(node, path) if isinstance(node, DictConfig | ListConfig) else node, path, problems)
-    if not problems and not isinstance(value, expected):
-        names = " or ".join(c.__name__ for c in (expected if isinstance(expected, tuple) else (expected,)))
-        problems.append(Problem(path, f"must be a {names}, got {_describe(value)}.", f"Set {path}._target_ to one."))
-    if problems:
-        raise ConfigError(*problems)
-    return value  # type: ignore[no-any-return]
-
-
-def _plain(node: DictConfig | ListConfig, path: str) -> Any:
-    try:
-        return OmegaConf.to_container(node, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(Problem(str(error.full_key or path), str(error).splitlines()[0])) from error
-
-
-def _build(value: Any, path: str, problems: list[Problem]) -> Any:
-    """The object, or `FAILED` once the reasons are in `problems`."""
-    if value == "???":
-        problems.append(Problem(path, "must be set.", f"Set {path}=..."))
-        return FAILED
-    if isinstance(value, list):
-        items = [_build(item, f"{path}[{i}]", problems) for i, item in enumerate(value)]
-        return FAILED if FAILED in items else items
-    if not isinstance(value, Mapping):
-        return value
-    children = {key: _build(item, f"{path}.{key}", problems) for key, item in value.items() if key != "_target_"}
-    if "_target_" not in value:
-        return FAILED if FAILED in children.values() else children
-    target = _locate(value["_target_"], path, problems)
-    return FAILED if target is None else _construct(target, children, path, problems)
-
-
-def _locate(dotpath: str, path: str, problems: list[Problem]) -> type | None:
-    """The dataclass at `dotpath`; importing it is what registers it."""
-    module_name, _, name = str(dotpath).rpartition(".")
-    try:
-        target = vars(importlib.import_module(module_name))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        hint = "Is the module on PYTHONPATH and the name spelt as in the file?"
-        problems.append(Problem(f"{path}._target_", f"cannot import {dotpath!r} ({error}).", hint))
-        return None
-    if not (isinstance(target, type) and is_dataclass(target)) or inspect.isabstract(target):
-        problems.append(
-            Problem(f"{path}._target_", f"{dotpath!r} must be a concrete dataclass, got {_describe(target)}.")
-        )
-        return None
-    return target
-
-
-def _construct(target: type, children: dict[str, Any], path: str, problems: list[Problem]) -> Any:
-    known = {f.name: f for f in fields(target) if f.init}
-    faults = [Problem(f"{path}.{key}", *_unknown(key, known, target)) for key in children if key not in known]
-    for f in known.values():
-        if f.default is REQUIRED and f.default_factory is REQUIRED and f.name not in children:
-            faults.append(Problem(f"{path}.{f.name}", f"is required by {target.__name__}."))
-    arguments = {
-        key: FAILED if item is FAILED else _checked(target, key, item, path, faults)
-        for key, item in children.items()
-        if key in known
-    }
-    problems.extend(faults)
-    if faults or FAILED in arguments.values():
-        return FAILED
-    try:
-        return target(**arguments)
-    except ValueError as error:
-        problems.append(Problem(path, str(error)))
-        return FAILED
-
-
-def _checked(target: type, key: str, item: Any, path: str, faults: list[Problem]) -> Any:
-    """`item` converted to the type that `target` declares for `key`; objects (built children) pass as they are."""
-    hint = get_type_hints(target)[key]
-    section = _section(hint)
-    if section is not None and isinstance(item, Mapping):
-        return _construct(section, dict(item), f"{path}.{key}", faults)
-    if _holds_objects(item):
-        return item
-    try:
-        schema = OmegaConf.structured(make_dataclass(target.__name__, [(key, _as_list(hint))]))
-    except ValidationError:
-        return item  # an annotation that OmegaConf does not know: the component's own business
-    try:
-        schema[key] = item
-        value = schema[key]
-    except OmegaConfBaseException as error:
-        faults.append(Problem(f"{path}.{key}", f"{str(error).splitlines()[0]}."))
-        return FAILED
-    if isinstance(value, float) and not math.isfinite(value):
-        faults.append(Problem(f"{path}.{key}", f"must be a finite number, got {value}."))
-        return FAILED
-    return OmegaConf.to_object(value) if isinstance(value, DictConfig | ListConfig) else value
-
-
-def _section(hint: Any) -> type | None:
-    """The dataclass that the hint `Section` or `Section | None` names."""
-    kinds = (
-        [kind for kind in get_args(hint) if kind is not NoneType] if get_origin(hint) in (Union, UnionType) else [hint]
-    )
-    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
-
-
-def _as_list(hint: Any) -> Any:
-    """OmegaConf knows lists, not other sequences."""
-    return list[get_args(hint)[0]] if get_origin(hint) in (Sequence, tuple) else hint  # type: ignore[misc]
-
-
-def _holds_objects(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        return any(_holds_objects(value) for value in item.values())
-    if isinstance(item, list | tuple):
-        return any(_holds_objects(value) for value in item)
-    return not isinstance(item, str | int | float | bool | None)
-
-
-def _unknown(key: str, known: Mapping[str, Any], target: type) -> tuple[str, str]:
-    return f"is not a field of {target.__name__}.", f"Fields: {', '.join(known)}."
-
-
-def _describe(value: Any) -> str:
-    return type(value).__name__ if not isinstance(value, type) else value.__name__

@@ -10,14 +10,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from signal import Signals
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from omegaconf import DictConfig
 
 from flowrl.buffer.base import Buffer
-from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward, assemble
+from flowrl.build import assemble
+from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward
 from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
+from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.distributed.launch.base import Launcher
 from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.lora import ADAPTER_FILES
@@ -40,6 +43,11 @@ class Trainer(Protocol):
     """A trainer mode (`trainer` in the configuration)."""
 
     @property
+    def total_steps(self) -> int:
+        """After which the run is finished."""
+        ...
+
+    @property
     def eval(self) -> Evaluation:
         """Held-out evaluation."""
         ...
@@ -49,8 +57,11 @@ class Trainer(Protocol):
         """Who samples: shared | colocated | standalone."""
         ...
 
-    def fit(self, run: Config) -> None:
-        """Train from the first step to the last and leave the report in the run folder."""
+    def fit(self, run: Config, start: Committed | None) -> Signals | None:
+        """Train to the last step, from a checkpoint if there is one, and leave the report in the run folder.
+
+        Returns None at the end, or the signal that was answered by saving and stopping before it.
+        """
         ...
 
 
@@ -108,6 +119,10 @@ _AT_LEAST = {
     "weight_sync.retries": 0,
     "artifacts.keep": 0,
     "artifacts.every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
+    "checkpoint.max_failures": 1,
 }
 _POSITIVE = (
     "actor.lora.alpha",
@@ -116,6 +131,7 @@ _POSITIVE = (
     "actor.optimizer.max_grad_norm",
     "rollout.num_gpus_per_worker",
     "rollout.timeout_s",
+    "rollout.report_stuck_s",
     "actor.timeout_s",
     "weight_sync.timeout_s",
 )
@@ -134,6 +150,7 @@ _ONE_OF = {
     "weight_sync.transport": ("auto", "broadcast", "cuda_ipc", "object_store"),
     "weight_sync.wire_dtype": (None, *_DTYPES),
     "weight_sync.staging": ("device", "host"),
+    "checkpoint.best": ("max", "min"),
 }
 _AT_LEAST_IN_REWARD = {"num_workers": 0, "retries": 0}
 _AT_LEAST_IN_EVALUATION = {"every": 0, "samples_per_prompt": 1, "num_steps": 1}
@@ -212,7 +229,9 @@ def _types(run: Config) -> Iterator[Problem]:
     if run.sampler.schedule is not None:  # the model's own
         yield from _expected("sampler.schedule", run.sampler.schedule, Schedule, "a Schedule of flowrl.flow.schedule")
     yield from _expected("algorithm", run.algorithm, Algorithm, "an Algorithm (flowrl.types)")
-    yield from _expected("trainer", run.trainer, Trainer, "a trainer: a dataclass with eval and fit(run)")
+    yield from _expected(
+        "trainer", run.trainer, Trainer, "a trainer: a dataclass with total_steps, eval, layout and fit(run, start)"
+    )
     yield from _expected("buffer", run.buffer, Buffer, "a Buffer of flowrl.buffer.base")
     yield from _expected("launcher", run.launcher, Launcher, "a Launcher of flowrl.distributed.launch")
     yield from _expected(
@@ -357,6 +376,7 @@ def _reward(path: str, reward: Reward, hint: str) -> Iterator[Problem]:
         yield Problem(f"{path}.components", "is empty: there is nothing to score with.", hint)
     yield from _below(reward, f"{path}.", _AT_LEAST_IN_REWARD)
     yield from _not_positive(f"{path}.timeout_s", reward.timeout_s)
+    yield from _not_positive(f"{path}.report_stuck_s", reward.report_stuck_s)
     if reward.timeout_s is not None and reward.timeout_s > LONGEST_TIMEOUT:
         yield Problem(f"{path}.timeout_s", f"must be at most {LONGEST_TIMEOUT} (a week), got {reward.timeout_s}.")
     for name in reward.components:

@@ -12,8 +12,9 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from flowrl import load_config
+from flowrl.build import assemble
 from flowrl.cli.compose import choices
-from flowrl.config import Config, ConfigError, assemble
+from flowrl.config import Config, ConfigError
 from flowrl.preflight import preflight
 
 OPTIONS = [(choice.group, choice.name) for choice in choices() if choice.group not in ("recipe", "debug")]

@@ -205,6 +205,10 @@ class Ledger:
         """How many can be taken."""
         return len(self._finished)
 
+    def num_to_come(self) -> int:
+        """How many are to be drawn, or are being drawn, or may be drawn again."""
+        return sum(len(records) for state, records in self._records.items() if state not in WITH_DATA)
+
     def stale(self, version: int, max_staleness: int) -> list[int]:
         """Ordinals of finished groups that were sampled more than `max_staleness` versions before `version`."""
         old = [sampled_by for sampled_by in self._by_version if version - sampled_by > max_staleness]
@@ -221,9 +225,9 @@ class Ledger:
 
     def has_room(self, count: int) -> bool:
         """Whether so many more groups may be submitted. Those without data yet weigh as much as the largest so far."""
-        in_flight = {state: len(records) for state, records in self._records.items()}
-        to_come = count + sum(number for state, number in in_flight.items() if state not in WITH_DATA)
-        return _at_most(count + sum(in_flight.values()), self.max_groups) and _at_most(
+        in_flight = sum(map(len, self._records.values()))
+        to_come = count + self.num_to_come()
+        return _at_most(count + in_flight, self.max_groups) and _at_most(
             self._num_bytes + to_come * self._largest, self.max_bytes
         )
 

@@ -103,11 +103,20 @@ class ReplayBuffer:
     def take(self, count: int, timeout_s: float | None = None) -> list[ScoredGroup]:
         """The first `count` finished groups in the buffer's order, once there are so many: taken.
 
-        Raises TimeoutError when there are fewer after `timeout_s` (None: it waits for as long as it takes), and
-        BufferClosed or the error that the buffer was closed with.
+        Raises BufferFull at once if there will never be: none is to come, and there is no room for another. Raises
+        TimeoutError when there are fewer after `timeout_s` (None: it waits for as long as it takes), and BufferClosed
+        or the error that the buffer was closed with.
         """
+
+        def ready() -> bool:
+            if self._ledger.num_finished() >= count:
+                return True
+            if not self._ledger.num_to_come() and not self._ledger.has_room(1):
+                raise BufferFull(f"{self._ledger.fullness(1)} It cannot hold {count} finished groups: raise the bound.")
+            return False
+
         with self._changed:
-            self._wait(lambda: self._ledger.num_finished() >= count, timeout_s, f"{count} finished groups")
+            self._wait(ready, timeout_s, f"{count} finished groups")
             return self._ledger.take(count)
 
     def release(self, ordinals: Iterable[int]) -> None:

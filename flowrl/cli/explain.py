@@ -12,7 +12,8 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from flowrl.config import ELSEWHERE, Config, ConfigError, Problem
+from flowrl.build import ELSEWHERE
+from flowrl.config import Config, ConfigError, Problem
 
 # "In 'recipe/mine': ConfigKeyError raised while composing config:\n<message>\n    full_key: data.sed ..."
 _IN_FILE = re.compile(

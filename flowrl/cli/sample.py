@@ -114,8 +114,8 @@ def _opened(settings: Sample) -> tuple[Policy, Sampler, str]:
 
 def _of_model(settings: Sample) -> Config:
     """flowrl's defaults with the model that `settings` name."""
+    from flowrl.build import build
     from flowrl.cli.compose import choices, load_config
-    from flowrl.config import build
     from flowrl.flow.dynamics.ode import ODE
     from flowrl.flow.solvers import Euler
     from flowrl.types import PolicyConfig

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl import config
+from flowrl.build import build_run
 from flowrl.cli.explain import explain
-from flowrl.config import Config, ConfigError, Problem, build_run
+from flowrl.config import Config, ConfigError, Problem
 from flowrl.distributed.checkpoint.folders import Folders, open_checkpoint
 from flowrl.distributed.checkpoint.tensors import read_tensors
 from flowrl.distributed.lora import ADAPTER_FILES, add_lora, read_adapter, restore, saved_name, train_fully

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.config import Optimizer
 from flowrl.distributed.fsdp import assert_writable
@@ -23,6 +24,34 @@ def make_optimizer(module: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     )
     optimizer.register_step_pre_hook(lambda *_: assert_writable(module))
     return optimizer
+
+
+def moments(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """AdamW's two averages of every parameter, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`.
+
+    Those of a parameter that has had no step yet are made here, zero as its first step would make them.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        found |= {f"{name}.{slot}": state[slot].detach() for slot in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+def num_steps(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """How many steps every parameter has had, which AdamW corrects its averages by; `moments` must be there."""
+    return {name: int(optimizer.state[parameter]["step"]) for name, parameter in parameters.items()}
+
+
+def set_num_steps(
+    optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter], steps: Mapping[str, int]
+) -> None:
+    """The reverse. Raises KeyError for a parameter that `steps` lacks."""
+    for name, parameter in parameters.items():
+        optimizer.state[parameter]["step"].fill_(steps[name])
 
 
 def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:

@@ -44,6 +44,13 @@ class Packed:
         """The object, in memory of its own: its arrays and tensors can be written to. Tensors are on the CPU."""
         return restore(self.header, [buffer.copy() for buffer in self.buffers], self.aside)
 
+    def view(self) -> Any:
+        """The object around `buffers`, for whoever only reads it: nothing is copied, and it keeps their memory alive.
+
+        Where that is read-only, so are the arrays; tensors cannot be, and must not be written to.
+        """
+        return restore(self.header, self.buffers, self.aside)
+
 
 def pack(obj: Any, aside: type | tuple[type, ...] = ()) -> Packed:
     """`obj` and all that it holds; tensors lose their device and their gradient, nothing else.
@@ -100,4 +107,15 @@ class _Unpacker(pickle.Unpickler):
 def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
+    if not data.flags.writeable:
+        data = np.asarray(_Unguarded(data))
     return torch.from_numpy(data).view(dtype).view(shape)
+
+
+class _Unguarded:
+    """Read-only memory that does not say so: torch warns of an array that does, as no tensor can be read-only."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array  # with its memory, for as long as there is a view of this
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}

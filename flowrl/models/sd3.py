@@ -62,7 +62,6 @@ class SD3:
     revision: str | None = None
     dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16
     max_sequence_length: int = 256  # T5 tokens; without a T5 encoder that many zero rows
-    encode_batch_size: int = 16  # prompts encoded at a time
     decode_batch_size: int = 32  # pictures decoded at a time
     cache_mb: int = 2048  # host memory for the embeddings of prompts seen before
 
@@ -70,7 +69,7 @@ class SD3:
         if self.dtype not in ("float32", "bfloat16"):
             why = " float16 gradients need loss scaling, which flowrl does not do." if self.dtype == "float16" else ""
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}.{why}")
-        for name, least in (("max_sequence_length", 0), ("encode_batch_size", 1), ("decode_batch_size", 1)):
+        for name, least in (("max_sequence_length", 0), ("decode_batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
@@ -214,23 +213,25 @@ class SD3Policy:
         return embeds, pooled
 
     def _encode_unknown(self, texts: Sequence[str]) -> None:
-        """Fill the cache. The encoders visit the device for as long as that takes: T5 alone is larger than SD3."""
+        """Fill the cache. The encoders visit the device for as long as that takes: T5 alone is larger than SD3.
+
+        One text at a time: in a batch its embeddings would depend, in the last bits, on how many others are new, so
+        that a run that goes on with an empty cache would not be the run that it was.
+        """
         encoders = [getattr(self.pipeline, name) for name in ENCODERS]
         for encoder in encoders:
             if encoder is not None:
                 encoder.to(self.device)
-        for start in range(0, len(texts), self.config.encode_batch_size):
-            part = list(texts[start : start + self.config.encode_batch_size])
+        for text in texts:
             embeds, _, pooled, _ = self.pipeline.encode_prompt(
-                prompt=part,
+                prompt=text,
                 prompt_2=None,
                 prompt_3=None,
                 device=self.device,
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_sequence_length,
             )
-            for i, text in enumerate(part):
-                self.embeddings.put(text, (embeds[i].cpu(), pooled[i].cpu()))
+            self.embeddings.put(text, (embeds[0].cpu(), pooled[0].cpu()))
         for encoder in encoders:
             if encoder is not None:
                 encoder.to("cpu")

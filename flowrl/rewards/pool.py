@@ -8,12 +8,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Self
 
 import numpy as np
 
 from flowrl import config
+from flowrl.distributed.launch.stuck import reporting
 from flowrl.rewards.combine import Component
 from flowrl.rewards.scoring import Request, RewardError
 from flowrl.rewards.worker import InlineWorker, ProcessWorker, Worker
@@ -37,6 +39,7 @@ class RewardPool:
         num_workers: processes; 0 scores in the calling process, inside `submit` and without a time limit.
         timeout_s: for one component on one group; a worker that takes longer is killed and replaced.
         retries: further attempts after a failure of whatever kind, on a new worker if the old one was lost.
+        report_stuck_s: who scores or loads for longer than that is reported.
         load_timeout_s: for a worker to import and load its components.
         make_worker: where they run, if not in spawned processes of this host: `remote.OnCluster`.
     """
@@ -48,10 +51,14 @@ class RewardPool:
         timeout_s: float = 120.0,
         retries: int = 2,
         load_timeout_s: float = 600.0,
+        report_stuck_s: float = 60.0,
         make_worker: MakeWorker | None = None,
     ) -> None:
         self._components = dict(components)
         self._retries = retries
+        self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._report_stuck_s = report_stuck_s
         self._closed = False
         self._totals = defaultdict[str, float](float, samples=0, seconds=0, retries=0)
         self._lock = threading.Lock()
@@ -68,7 +75,14 @@ class RewardPool:
     @classmethod
     def from_config(cls, reward: config.Reward, make_worker: MakeWorker | None = None) -> Self:
         """The pool of the `reward` section."""
-        return cls(reward.components, reward.num_workers, reward.timeout_s, reward.retries, make_worker=make_worker)
+        return cls(
+            reward.components,
+            reward.num_workers,
+            reward.timeout_s,
+            reward.retries,
+            report_stuck_s=reward.report_stuck_s,
+            make_worker=make_worker,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +99,8 @@ class RewardPool:
         """Return when all workers have loaded. Raises RewardError for a component that cannot be loaded."""
         self.start()
         for worker in self._workers:
-            worker.wait()
+            with self._reporting(worker, f"loads {', '.join(self._components)}", self._load_timeout_s):
+                worker.wait()
 
     def submit(self, sampled: SampledGroup) -> Future[ScoredGroup]:
         """The scored group; `result()` raises RewardError if a required component failed for good."""
@@ -147,7 +162,8 @@ class RewardPool:
         for retries_left in reversed(range(1 + self._retries)):
             started = time.perf_counter()
             try:
-                scores = worker.score(request)
+                with self._reporting(worker, f"scores {request.component} on {request.subject}", self._timeout_s):
+                    scores = worker.score(request)
             except RewardError as error:
                 if not self._closed and retries_left:
                     self._count("retries")
@@ -162,6 +178,11 @@ class RewardPool:
                 self._count("seconds", time.perf_counter() - started)
                 return scores
         return None
+
+    def _reporting(self, worker: Worker, task: str, timeout_s: float) -> AbstractContextManager[None]:
+        name = f"reward worker {self._workers.index(worker)}" if self._threads else "this process, without a limit,"
+        limit = f"; it is killed after {timeout_s:g} s" if self._threads else ""
+        return reporting(self._report_stuck_s, lambda: f"{name} {task}{limit}")
 
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:

@@ -16,7 +16,19 @@ SIGMA_TOLERANCE = 1e-6  # an engine may compute the schedule in its own way
 
 
 class EngineError(RuntimeError):
-    """An engine gave an incomplete or contradictory group."""
+    """Generation failed: an engine gave an incomplete or contradictory group, or one group after the other is lost.
+
+    Args:
+        message: for the user.
+        ordinal: of the group that is at fault, if it is one.
+    """
+
+    def __init__(self, message: str, ordinal: int | None = None) -> None:
+        super().__init__(message, ordinal)
+        self.ordinal = ordinal
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def checked(
@@ -41,7 +53,8 @@ def checked(
             raise EngineError(f"rollout.engine gave {'more' if group is None else 'fewer'} groups than {len(groups)}.")
         faults = order.faults(sampled, group)
         if faults:
-            raise EngineError(f"rollout.engine gave group {group.ordinal} not as it was asked to: {'; '.join(faults)}.")
+            message = f"rollout.engine gave group {group.ordinal} not as it was asked to: {'; '.join(faults)}."
+            raise EngineError(message, group.ordinal)
         yield sampled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -83,10 +84,11 @@ class Meter:
     """Collects a step's numbers by name; `collect` gives them, over all ranks, and begins anew.
 
     Adding costs no device synchronisation: tensors are kept, detached, until `collect`, so give it small ones (a number
-    per training row). A name keeps to one kind, else ValueError.
+    per training row). A name keeps to one kind, else ValueError. Threads may add at any time.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._pending: dict[str, tuple[Kind, list[Tensor]]] = {}
 
     def mean(self, name: str, values: Tensor | float) -> None:
@@ -107,13 +109,15 @@ class Meter:
 
     def gauge(self, name: str, value: Tensor | float) -> None:
         """Show the last value (ranks should agree; the largest of theirs)."""
-        self._pending.pop(name, None)
+        with self._lock:
+            self._pending.pop(name, None)
         self._add(name, Kind.LARGEST, value)
 
     def collect(self) -> dict[str, float]:
         """A flat dict in alphabetical order, the same on every rank; if there are several, all must call."""
-        spreads = {name: (kind, Spread.of(torch.cat(values))) for name, (kind, values) in self._pending.items()}
-        self._pending = {}
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        spreads = {name: (kind, Spread.of(torch.cat(values))) for name, (kind, values) in pending.items()}
         metrics: dict[str, float] = {}
         for name, (kind, spread) in sorted(_over_ranks(spreads).items()):
             metrics |= _shown(name, kind, spread)
@@ -123,10 +127,11 @@ class Meter:
         numbers = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
         if numbers.numel() == 0:
             return
-        known, collected = self._pending.setdefault(name, (kind, []))
-        if known is not kind:
-            raise ValueError(f"{name} was collected as a {known.value} and now comes as a {kind.value}")
-        collected.append(numbers.detach().flatten())
+        with self._lock:
+            known, collected = self._pending.setdefault(name, (kind, []))
+            if known is not kind:
+                raise ValueError(f"{name} was collected as a {known.value} and now comes as a {kind.value}")
+            collected.append(numbers.detach().flatten())
 
 
 Spreads = dict[str, tuple[Kind, Spread]]

@@ -14,16 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flowrl import config
 from flowrl.distributed.checkpointing import checkpoint_blocks
-from flowrl.distributed.fsdp import clip_grad_norm, full_state, shard
+from flowrl.distributed.fsdp import assert_writable, clip_grad_norm, full_state, shard
 from flowrl.distributed.lora import add_lora, save_adapter, train_fully, trainable
 from flowrl.distributed.offload import Offloader, training_state
-from flowrl.distributed.optimizer import learning_rate, make_optimizer
+from flowrl.distributed.optimizer import learning_rate, make_optimizer, moments, num_steps, set_num_steps
 from flowrl.distributed.ranks import num_ranks, sum_over_ranks
 from flowrl.distributed.snapshots import Snapshot
 from flowrl.flow.decay import FlowGRPODecay
 from flowrl.flow.noise import Noise
 from flowrl.tracking.metrics import Meter
 from flowrl.trainers.shares import Part, Share
+from flowrl.trainers.state import Counters
 from flowrl.types import (
     Algorithm,
     Conditions,
@@ -248,6 +249,33 @@ class Actor:
             for first in range(start, end, self.settings.micro_batch_size):
                 yield slice(first, min(first + self.settings.micro_batch_size, end))
             start = end
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What training has made and goes on with, by name, sharing memory; of a sharded module, this rank's slices.
+
+        Trained weights, the optimiser's moments, the average, and every snapshot. A frozen base is not among it.
+        """
+        assert_writable(self.policy.module)
+        state = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        averages = moments(self.optimizer, self.parameters)
+        state |= {f"optimizer.{name}": average for name, average in averages.items()}
+        snapshots = {f"snapshots.{name}": snapshot for name, snapshot in self.snapshots.items()}
+        for kind, snapshot in (snapshots | ({} if self.ema is None else {"ema": self.ema})).items():
+            state |= {f"{kind}.{name}": value for name, value in snapshot.values.items()}
+        return state
+
+    def counters(self) -> Counters:
+        """The rest of it. The same on all ranks."""
+        steps = num_steps(self.optimizer, self.parameters)
+        return Counters(self.version, self.num_updates, self.num_skips, self._skips_in_a_row, steps)
+
+    def restore(self, counters: Counters) -> None:
+        """Go on from there, once `state_tensors` have been filled."""
+        self.version, self.num_updates, self.num_skips = counters.version, counters.num_updates, counters.num_skips
+        self._skips_in_a_row = counters.skips_in_a_row
+        set_num_steps(self.optimizer, self.parameters, counters.optimizer_steps)
 
     # ------------------------------------------------------------------------------------------ device memory
 

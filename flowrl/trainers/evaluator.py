@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowrl.config import Config, Evaluation
 from flowrl.data.group_sampler import fixed_groups
 from flowrl.data.prompts import load_prompts
+from flowrl.flow.noise import Noise
 from flowrl.rewards.pool import RewardPool
-from flowrl.types import Group, SampledGroup, ScoredGroup
+from flowrl.rollout.native import NativeEngine
+from flowrl.types import Group, Policy, SampledGroup, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,19 @@ class Evaluated:
                     perfect = scores >= self.full_scores[component]
                     metrics[f"eval/{name}/{component}_perfect"] = float(perfect.mean())
         return metrics
+
+
+def evaluation_engine(run: Config, policy: Policy) -> NativeEngine:
+    """What evaluations draw with: their number of steps, their dynamics, their noise."""
+    settings = run.trainer.eval
+    num_steps = run.sampler.num_steps if settings.num_steps is None else settings.num_steps
+    return NativeEngine(
+        policy,
+        replace(run.sampler, num_steps=num_steps),
+        Noise.of(settings.seed, "evaluation"),
+        run.rollout.batch_size,
+        deterministic=settings.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
+    )
 
 
 class Evaluator:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Self
 
 from flowrl.buffer.replay import ReplayBuffer
 from flowrl.data.group_sampler import GroupSampler
+from flowrl.distributed.launch.stuck import reporting
 from flowrl.rewards.pool import RewardPool
-from flowrl.trainers.rollouts import Chunk, SeparateRollouts
-from flowrl.types import SampledGroup, ScoredGroup
+from flowrl.rollout.checks import EngineError
+from flowrl.trainers.chunks import Chunk, FailedGroup
+from flowrl.trainers.rollouts import SeparateRollouts
+from flowrl.types import Group, SampledGroup, ScoredGroup
 
 LOOK_AGAIN_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,17 +49,24 @@ class Pace:
 
 
 class Feed:
-    """Keeps the rollout workers at work, as far ahead as `pace` and the buffer's bounds allow (`rollouts.Source`).
+    """Keeps the rollout workers at work, as far ahead as `pace` and the buffer's bounds allow (`chunks.Source`).
 
     One thread for each worker draws; reward workers score while it goes on. Whatever fails there closes the buffer, so
     that it is raised where the trainer waits for groups. Without threads (`launcher=inline`) groups are drawn when
     `collect` is called, as many as are allowed: a deterministic interleave without overlap.
 
+    Groups that cannot be drawn are evicted, and others are submitted in their place. Groups that `buffer` holds from
+    the beginning, those of a resumed run, are drawn first.
+
     Args:
         rollout_size: groups that share their stochastic steps: a mini-batch.
+        max_failures: groups in a row that may fail; one more ends generation.
+        cycles: that have ended already, of a resumed run.
         threads: whether generation goes on in the background.
         only_on_demand: draw while `collect` waits and at no other time; for a pace without lead.
     """
+
+    tolerant = True
 
     def __init__(
         self,
@@ -60,7 +77,9 @@ class Feed:
         pace: Pace,
         rollout_size: int,
         *,
-        threads: bool,
+        max_failures: int,
+        cycles: int = 0,
+        threads: bool = True,
         only_on_demand: bool = False,
     ) -> None:
         self.data = data
@@ -69,11 +88,14 @@ class Feed:
         self.buffer = buffer
         self.pace = pace
         self.rollout_size = rollout_size
-        self.cycles = 0
+        self.max_failures = max_failures
+        self.cycles = self._num_asked = cycles
         self.waited_s = 0.0
         self.num_workers = len(rollouts.workers)
         self._changed = threading.Condition()
-        self._returned: list[Chunk] = []
+        self._returned: deque[Chunk] = deque()
+        self._restored = deque(self._chunks(self._still_to_draw()))
+        self._failures_in_a_row = 0
         self.only_on_demand = self._paused = only_on_demand
         self._closed = False
         self._drawing: dict[int, float] = {}  # since when, by thread
@@ -101,13 +123,20 @@ class Feed:
     def collect(self, num_groups: int) -> list[ScoredGroup]:
         """The oldest finished groups, once there are so many. Raises whatever has stopped generation."""
         began = time.perf_counter()
+        with self._changed:
+            self._num_asked = self.cycles + 1
         self._set_paused(False)
         if self._threads is None:
             self._serve(0)
-        batch = self.buffer.take(num_groups)
+        with reporting(self.rollouts.run.rollout.report_stuck_s, lambda: self._waiting(num_groups)):
+            batch = self.buffer.take(num_groups)
         self._set_paused(self.only_on_demand)
         self.waited_s += time.perf_counter() - began
         return batch
+
+    def _waiting(self, num_groups: int) -> str:
+        in_flight = ", ".join(f"{count} {state}" for state, count in self.buffer.accounting().in_flight.items())
+        return f"the trainer waits for {num_groups} finished groups; in flight: {in_flight}"
 
     def _set_paused(self, paused: bool) -> None:
         with self._changed:
@@ -125,6 +154,18 @@ class Feed:
         with self._changed:
             self._changed.notify_all()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is submitted inside: the states of `data` and `buffer` fit together."""
+        with self._changed:
+            yield
+
+    def drain(self) -> None:
+        """Submit nothing more, except for what the batch that has been asked for last still needs."""
+        with self._changed:
+            self.pace = replace(self.pace, lead=0, total_cycles=self._num_asked)
+            self._changed.notify_all()
+
     def drawing_seconds(self) -> float:
         """Seconds that workers have drawn up to now, all together."""
         with self._changed:
@@ -138,11 +179,9 @@ class Feed:
         with self._changed:
             self._ended()
             while not self._closed:
-                if self._returned and not self._paused:
-                    return self._began(self._returned.pop())
-                count = 0 if self._paused else self._allowance()
-                if count:
-                    return self._began(self._submitted(count))
+                if not self._paused and (chunk := self._following()) is not None:
+                    self._drawing[threading.get_ident()] = time.perf_counter()
+                    return chunk
                 if self._threads is None:
                     return None
                 self._changed.wait(LOOK_AGAIN_S)  # the buffer does not say when it has room
@@ -154,25 +193,58 @@ class Feed:
             self._returned.append(chunk)
             self._changed.notify_all()
 
+    def give_up(self, failed: FailedGroup) -> None:
+        """See `Source`. Raises EngineError after too many in a row."""
+        log.warning("%s; another takes its place", failed)
+        with self._changed:
+            self.buffer.fail(failed.group.ordinal, str(failed.error))
+            self.buffer.evict(failed.group.ordinal, failed.reason)
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row > self.max_failures:
+                raise EngineError(
+                    f"{self._failures_in_a_row} groups in a row could not be drawn, more than "
+                    f"trainer.max_failed_rollouts_in_a_row = {self.max_failures}. The last: {failed}"
+                ) from failed.error
+            self._changed.notify_all()
+
+    def _following(self) -> Chunk | None:
+        """What is to be drawn next: what was begun before, then what a resumed run has left, then new groups."""
+        if self._returned:
+            return self._returned.popleft()
+        if self._restored:
+            chunk = self._restored.popleft()
+        elif count := self._allowance():
+            groups = self.data.take(count)
+            self.buffer.submit(groups)
+            (chunk,) = self._chunks(groups)
+        else:
+            return None
+        for group in chunk.groups:
+            self.buffer.begin(group.ordinal)
+        return chunk
+
     def _allowance(self) -> int:
         balance = self.buffer.accounting()
         allowed = self.pace.allowance(balance.submitted, balance.num_evicted, self.cycles)
-        size = self.rollouts.chunk_size(self.rollout_size, self.data.num_samples)
         in_rollout = self.rollout_size - self.data.next_ordinal % self.rollout_size
-        count = min(allowed, size, in_rollout)
-        return count if self.buffer.room(count) else 0
+        most = min(allowed, self._chunk_size(), in_rollout)
+        return next((count for count in range(most, 0, -1) if self.buffer.room(count)), 0)
 
-    def _submitted(self, count: int) -> Chunk:
-        rollout_id = self.data.next_ordinal // self.rollout_size
-        groups = self.data.take(count)
-        self.buffer.submit(groups)
-        for group in groups:
-            self.buffer.begin(group.ordinal)
-        return Chunk(groups, rollout_id)
+    def _chunk_size(self) -> int:
+        return self.rollouts.chunk_size(self.rollout_size, self.data.num_samples)
 
-    def _began(self, chunk: Chunk) -> Chunk:
-        self._drawing[threading.get_ident()] = time.perf_counter()
-        return chunk
+    def _still_to_draw(self) -> list[Group]:
+        """Of a resumed run, by age. What failed just before the end is tried once more."""
+        for ordinal in self.buffer.failed():
+            self.buffer.retry(ordinal)
+        return sorted(self.buffer.pending(), key=lambda group: group.ordinal)
+
+    def _chunks(self, groups: Sequence[Group]) -> Iterator[Chunk]:
+        """Rollout n has the ordinals from n x `rollout_size` on."""
+        size = self._chunk_size()
+        for rollout_id, members in groupby(groups, lambda group: group.ordinal // self.rollout_size):
+            together = list(members)
+            yield from (Chunk(together[i : i + size], rollout_id) for i in range(0, len(together), size))
 
     def _ended(self) -> None:
         began = self._drawing.pop(threading.get_ident(), None)
@@ -192,6 +264,8 @@ class Feed:
                 self._ended()
 
     def _score(self, sampled: SampledGroup) -> None:
+        with self._changed:
+            self._failures_in_a_row = 0
         self.rewards.submit(sampled).add_done_callback(self._put)
 
     def _put(self, done: Future[ScoredGroup]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from flowrl.distributed.checkpoint.manifest import FileRecord, TensorSpec
 from flowrl.distributed.launch.base import Remote, gather, merge
 from flowrl.flow.noise import Noise
 from flowrl.tracking.metrics import Meter
 from flowrl.trainers.shares import deal
+from flowrl.trainers.state import Counters, Generators
 from flowrl.trainers.worker import ActorWorker
 from flowrl.types import Algorithm, Group, Handle, SampledGroup, ScoredGroup
 
@@ -83,6 +86,44 @@ class ActorFleet:
         if not any(folder.iterdir()):
             message = "rank 0 wrote the weights elsewhere: its host does not share this folder. Set runs=SHARED_FOLDER"
             raise OSError(errno.ENOENT, message, str(folder))
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def fingerprint(self) -> str:
+        """Of the model as it was loaded."""
+        return self.workers[0].call(ActorWorker.fingerprint).result()
+
+    def checkpoint(self, folder: Path, background: bool) -> dict[str, Any]:
+        """Begin to write all tensors into `folder`; returns the rest of the state, for JSON."""
+        arguments = [(folder.absolute(), background)] * len(self.workers)
+        states = gather(self.workers, ActorWorker.checkpoint, arguments)
+        return {
+            "version": self.version,
+            "num_cycles": self.num_cycles,
+            "num_updates": self.num_updates,
+            "num_degenerate": self.num_degenerate,
+            "num_skips": self._num_skips,
+            "counters": asdict(states[0][0]),
+            "generators": [generators.plain() for _, generators in states],
+        }
+
+    def written(self, wait: bool) -> tuple[list[FileRecord], dict[str, TensorSpec]] | None:
+        """All files and tensors once all ranks have written theirs; None before. Raises what has failed."""
+        found = gather(self.workers, ActorWorker.written, [(wait,)] * len(self.workers))
+        written = [own for own in found if own is not None]
+        if len(written) < len(found):
+            return None
+        return [record for files, _ in written for record in files], written[0][1]
+
+    def restore(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what `checkpoint` saved, on any number of ranks. Raises CheckpointError."""
+        counters, saved = Counters(**state["counters"]), [Generators.of(plain) for plain in state["generators"]]
+        own = saved if len(saved) == len(self.workers) else [None] * len(self.workers)
+        gather(self.workers, ActorWorker.restore, [(folder.absolute(), counters, each) for each in own])
+        self.version, self.num_cycles, self.num_updates = state["version"], state["num_cycles"], state["num_updates"]
+        self.num_degenerate, self._num_skips = state["num_degenerate"], state["num_skips"]
+
+    # ------------------------------------------------------------------------------------------ device memory
 
     def offload(self) -> None:
         """Give the GPUs away: parameters and optimiser state go to the host until `reload`."""

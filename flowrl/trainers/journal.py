@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from safetensors.numpy import load, save
 from torch import Tensor
 
 from flowrl.config import Config
+from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.tracking.artifacts import ArtifactStore
 from flowrl.tracking.files import atomic_folder
 from flowrl.tracking.loggers.base import RunInfo
@@ -22,6 +26,7 @@ from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
 from flowrl.trainers.evaluator import Evaluated, by_component
 from flowrl.trainers.stages import Stages
+from flowrl.trainers.state import SHOWN, STATE
 from flowrl.types import ScoredGroup
 
 NUM_LOGGED_IMAGES = 16
@@ -54,22 +59,33 @@ class Journal:
     """One record per step: whatever happened in it is collected, then logged once.
 
     Use as a context: loggers are open inside, and the report is made at the end even if the run broke off.
+
+    Args:
+        run: whose folder exists and holds `config.yaml`.
+        total_steps: of the whole run.
+        start: the checkpoint that this process goes on from.
     """
 
-    def __init__(self, run: Config, total_steps: int) -> None:
+    def __init__(self, run: Config, total_steps: int, start: Committed | None) -> None:
         self.run = run
         self.run_dir = run.run_dir
         self.total_steps = total_steps
+        self.resumed_from = None if start is None else start.step
         self.tracker = Tracker(list(run.logger.components.values()))
         self.artifacts = ArtifactStore(
             run_dir=self.run_dir, keep=run.artifacts.keep, trajectories=run.artifacts.trajectories
         )
         self.metrics: dict[str, float] = {}
+        self.logged: dict[str, float] = {}  # the last record
+        self.names: set[str] = set()  # of all metrics so far
         self.first: Shown | None = None
         self.last: Shown | None = None
         self._scored: dict[str, float] = {}
         self._opened = ExitStack()
         self._began = time.perf_counter()
+        self._seconds_before = 0.0  # of earlier processes
+        if start is not None:
+            self._restore(start.document(SHOWN), start.json(STATE)["seconds"])
 
     def __enter__(self) -> Self:
         info = RunInfo(
@@ -77,6 +93,7 @@ class Journal:
             run_dir=self.run_dir,
             total_steps=self.total_steps,
             config_yaml=(self.run_dir / "config.yaml").read_text(),
+            resumed_from=self.resumed_from,
         )
         self._opened.callback(build_report, self.run_dir)
         self._opened.callback(self.tracker.close)
@@ -113,20 +130,22 @@ class Journal:
             self.first = self.first or self.last
 
     def _scoring(self, scored: dict[str, float]) -> dict[str, float]:
-        """`reward/score_*`: seconds of workers' time, samples per such second, what was tried again or dropped."""
+        """Seconds of workers' time, samples per such second, and what was tried again or dropped."""
         spent = {name: total - self._scored.get(name, 0.0) for name, total in scored.items()}
         self._scored = scored
         metrics = {f"reward/score_{n}": count for n, count in spent.items() if n.startswith(("dropped", "retries"))}
         if spent["seconds"]:
-            metrics["reward/score_time"] = spent["seconds"]
-            metrics["reward/score_samples_per_s"] = spent["samples"] / spent["seconds"]
+            metrics["perf/score_s"] = spent["seconds"]
+            metrics["perf/score_samples_per_s"] = spent["samples"] / spent["seconds"]
         return metrics
 
     def log(self, step: int, stages: Stages) -> None:
         """Hand the step's record to every logger."""
         metrics = self.metrics | stages.actor.metrics() | stages.meter.collect() | stages.timers.collect()
         metrics |= stages.buffer.accounting().metrics()
-        self.tracker.log(step, metrics | _throughput(metrics))
+        self.logged = metrics | _throughput(metrics)
+        self.names |= self.logged.keys()
+        self.tracker.log(step, self.logged)
         self.metrics = {}
 
     def finish(self, stages: Stages) -> None:
@@ -137,12 +156,41 @@ class Journal:
             return
         both = self.first.metrics.keys() & self.last.metrics.keys()  # an optional component may have failed in one
         before, after = ({n: v for n, v in s.metrics.items() if n in both} for s in (self.first, self.last))
-        seconds = time.perf_counter() - self._began
-        Summary(before=before, after=after, steps=self.total_steps, seconds=seconds).write(self.run_dir)
+        Summary(before=before, after=after, steps=self.total_steps, seconds=self.seconds()).write(self.run_dir)
         sheet = before_after_sheet(
             self.first.images, self.last.images, self.first.labels, self.first.scores, self.last.scores
         )
         sheet.save(self.run_dir / "before_after.png")
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def seconds(self) -> float:
+        """How long the run has taken, earlier processes included."""
+        return self._seconds_before + time.perf_counter() - self._began
+
+    def shown(self) -> bytes:
+        """What the report's before and after need of evaluations, as a safetensors file."""
+        tensors: dict[str, np.ndarray] = {}
+        about: dict[str, str] = {}
+        for name, shown in (("first", self.first), ("last", self.last)):
+            if shown is not None:
+                tensors[f"{name}.images"] = np.ascontiguousarray(shown.images)  # safetensors takes that for granted
+                tensors[f"{name}.scores"] = np.array(shown.scores)
+                about[name] = json.dumps({"metrics": shown.metrics, "labels": shown.labels})
+        return save(tensors, about)
+
+    def _restore(self, shown: bytes, seconds: float) -> None:
+        self._seconds_before = seconds
+        self.first, self.last = (_shown(shown, name) for name in ("first", "last"))
+
+
+def _shown(data: bytes, name: str) -> Shown | None:
+    length = int.from_bytes(data[:8], "little")
+    about: Mapping[str, Any] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    if name not in about:
+        return None
+    tensors = load(data)
+    return Shown(**json.loads(about[name]), images=tensors[f"{name}.images"], scores=tensors[f"{name}.scores"].tolist())
 
 
 def _label(group: ScoredGroup) -> str:

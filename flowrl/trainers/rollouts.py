@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 from flowrl.config import Config
-from flowrl.distributed.launch.base import Cluster, Remote, gather
+from flowrl.distributed.launch.base import Cluster, Remote, Stream, gather
 from flowrl.distributed.launch.failures import WorkerDied
+from flowrl.distributed.launch.stuck import reporting
 from flowrl.distributed.weight_sync.publisher import Publisher
 from flowrl.rollout.worker import RolloutWorker
 from flowrl.tracking.metrics import Meter
+from flowrl.trainers.chunks import Chunk, FailedGroup, GiveUp, Listed, Source, settle
 from flowrl.trainers.fleet import ActorFleet
 from flowrl.trainers.placement import publication_mode, transport
-from flowrl.types import Group, SampledGroup
+from flowrl.types import Group, Handle, SampledGroup
 
 GRACE_S = 10.0  # for all parties of a publication that has failed to say so
 
-Arrivals = SimpleQueue[SampledGroup | BaseException | None]  # a group, a worker's failure, or the end of its work
+Arrivals = SimpleQueue[SampledGroup | FailedGroup | BaseException | None]
+"""A group, drawn or not; what has ended a worker's thread: an error, or None when there was nothing more to do."""
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,13 @@ log = logging.getLogger(__name__)
 class Rollouts(Protocol):
     """What a trainer sees of generation."""
 
-    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
-        """Every group once, in order of arrival, drawn with the weights last published."""
+    def generate(
+        self, groups: Sequence[Group], rollout_id: int, give_up: GiveUp | None = None
+    ) -> Iterator[SampledGroup]:
+        """Every group once, in order of arrival, drawn with the weights last published.
+
+        Of those that cannot be drawn `give_up` is told, in the calling thread; without it the first error is raised.
+        """
         ...
 
     def publish(self, version: int) -> None:
@@ -42,58 +49,34 @@ class Rollouts(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What a worker draws in one go, all with the same stochastic steps."""
-
-    groups: Sequence[Group]
-    rollout_id: int
-
-
-class Source(Protocol):
-    """Where workers get their next chunk; asked by several threads."""
-
-    def next(self) -> Chunk | None:
-        """Waits until there is one; None when no more will come."""
-        ...
-
-    def give_back(self, chunk: Chunk) -> None:
-        """Another worker may have it."""
-        ...
-
-
-class Listed:
-    """A source that is known from the beginning, and never makes anyone wait."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = deque(chunks)
-
-    def next(self) -> Chunk | None:
-        """See `Source`."""
-        try:
-            return self._chunks.popleft()
-        except IndexError:
-            return None
-
-    def give_back(self, chunk: Chunk) -> None:
-        """See `Source`."""
-        self._chunks.append(chunk)
-
-    def clear(self) -> None:
-        """Nothing more is to be done."""
-        self._chunks.clear()
-
-
 class SharedRollouts:
     """Layout shared: the actor's ranks sample with their own modules, so publishing is naming."""
 
-    def __init__(self, actor: ActorFleet) -> None:
+    def __init__(self, actor: ActorFleet, report_stuck_s: float) -> None:
         self.actor = actor
+        self.report_stuck_s = report_stuck_s
         self.version = 0
 
-    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
-        """See `Rollouts`."""
-        return self.actor.generate(groups, rollout_id, self.version)
+    def generate(
+        self, groups: Sequence[Group], rollout_id: int, give_up: GiveUp | None = None
+    ) -> Iterator[SampledGroup]:
+        """See `Rollouts`. With several ranks, which sample in step, `give_up` must be None."""
+        source = Listed([Chunk(groups, rollout_id)], give_up)
+        while (chunk := source.next()) is not None:
+            left = {group.ordinal: group for group in chunk.groups}
+            drawn = self.actor.generate(chunk.groups, rollout_id, self.version)
+            try:
+                while (sampled := self._next(drawn, chunk)) is not None:
+                    del left[sampled.group.ordinal]
+                    yield sampled
+            except WorkerDied:  # it had the weights
+                raise
+            except Exception as error:  # an engine is anybody's code
+                _count_redrawn(self.actor.meter, settle(source, chunk, list(left.values()), error))
+
+    def _next(self, drawn: Iterator[SampledGroup], chunk: Chunk) -> SampledGroup | None:
+        with reporting(self.report_stuck_s, lambda: f"the actor draws the next of {chunk}"):
+            return next(drawn, None)
 
     def publish(self, version: int) -> None:
         """See `Rollouts`."""
@@ -115,7 +98,7 @@ class SeparateRollouts:
         self.version = -1  # nothing has been published yet
         self.num_restarts = 0
         self._turns = run.trainer.layout == "colocated"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the workers and their weights
         self.workers = [self._start(name) for name in names]
         for wave in _waves(self.workers, run.actor.fsdp.load_wave_size):
             gather(wave, RolloutWorker.load, [()] * len(wave))
@@ -140,7 +123,8 @@ class SeparateRollouts:
         with self._lock:
             while self.version != version:
                 try:
-                    published = self.publisher.publish(version, self.workers)
+                    with reporting(self.run.rollout.report_stuck_s, partial(self._publication, version)):
+                        published = self.publisher.publish(version, self.workers)
                     self.version = version
                     for name, value in published.metrics().items():
                         self.meter.gauge(name, value)
@@ -149,14 +133,33 @@ class SeparateRollouts:
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For the actor's updates while workers draw, and the publication after them.
+
+        Inside, the actor's weights are of no version yet. A worker that is replaced meanwhile waits for the end, or it
+        would get them as the version that was published before.
+        """
+        with self._lock:
+            yield
+
+    def _publication(self, version: int) -> str:
+        return (
+            f"version {version} of the weights is published to {', '.join(self.names)}; "
+            f"weight_sync.timeout_s = {self.run.weight_sync.timeout_s:g} bounds each transfer"
+        )
+
     # ------------------------------------------------------------------------------------------ drawing
 
-    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
+    def generate(
+        self, groups: Sequence[Group], rollout_id: int, give_up: GiveUp | None = None
+    ) -> Iterator[SampledGroup]:
         """See `Rollouts`. Each worker takes the next few groups as soon as it has done its last."""
         with self._turn():
             size = self.chunk_size(len(groups), groups[0].num_samples)
-            source = Listed([Chunk(groups[i : i + size], rollout_id) for i in range(0, len(groups), size)])
             arrived: Arrivals = SimpleQueue()
+            chunks = [Chunk(groups[i : i + size], rollout_id) for i in range(0, len(groups), size)]
+            source = Listed(chunks, None if give_up is None else arrived.put)
             threads = ThreadPoolExecutor(len(self.workers), "flowrl-rollout")
             for index in range(len(self.workers)):
                 serving = threads.submit(self.serve, index, source, arrived.put)
@@ -169,6 +172,9 @@ class SeparateRollouts:
                         num_serving -= 1
                     elif isinstance(item, BaseException):
                         raise item
+                    elif isinstance(item, FailedGroup):
+                        assert give_up is not None
+                        give_up(item)
                     else:
                         yield item
             finally:
@@ -182,38 +188,64 @@ class SeparateRollouts:
     def serve(self, index: int, source: Source, sink: Callable[[SampledGroup], None]) -> None:
         """Draw what `source` has with one worker until nothing comes any more; `sink` gets every group once.
 
-        A worker that dies is replaced, if that is the policy, and what it left undone goes back to the source.
+        A worker that dies is replaced, if that is the policy. What is left undone goes back to the source, or is given
+        up; see `settle`.
         """
         while (chunk := source.next()) is not None:
             left = {group.ordinal: group for group in chunk.groups}
-            try:
-                for sampled in self._drawn(self.workers[index], chunk):
-                    del left[sampled.group.ordinal]
-                    sink(sampled)
-            except WorkerDied as death:
+            worker = self.workers[index]
+            error = self._draw(worker, chunk, left, sink)
+            if isinstance(error, WorkerDied):
                 with self._lock:
-                    self._replace(death)
-                    self.publisher.publish(self.version, [self.workers[index]])
-                if left:
-                    source.give_back(Chunk(list(left.values()), chunk.rollout_id))
+                    if self.workers[index] is worker:  # else a publication has found it dead, and replaced it
+                        self._replace(error)
+                        self.publisher.publish(self.version, [self.workers[index]])
+            if error is not None:
+                _count_redrawn(self.meter, settle(source, chunk, list(left.values()), error))
 
-    def _drawn(self, worker: Remote[RolloutWorker], chunk: Chunk) -> Iterator[SampledGroup]:
-        """As they come. A worker that draws nothing for too long is killed, and counts as dead."""
+    def _draw(
+        self,
+        worker: Remote[RolloutWorker],
+        chunk: Chunk,
+        left: dict[int, Group],
+        sink: Callable[[SampledGroup], None],
+    ) -> Exception | None:
+        """What has broken it off, if anything. Groups that `sink` gets are taken out of `left`."""
         stream = worker.stream(RolloutWorker.generate, chunk.groups, chunk.rollout_id)
         while True:
-            asked = stream.ask()
-            try:
-                item = asked.result(self.run.rollout.timeout_s)
-            except TimeoutError as error:
-                if asked.done():  # the worker's own
-                    raise
-                worker.close(grace_s=0)
-                cause = f"drew nothing for {self.run.rollout.timeout_s:g} s (rollout.timeout_s), and was killed"
-                raise WorkerDied(worker.name, cause) from error
-            if item is None:
-                return
+            item = self._next(worker, stream, chunk, len(left))
+            if item is None or isinstance(item, Exception):
+                return item
             sampled, handle = item
-            yield replace(sampled, drawn=handle)
+            del left[sampled.group.ordinal]
+            sink(replace(sampled, drawn=handle))
+
+    def _next(
+        self, worker: Remote[RolloutWorker], stream: Stream[SampledGroup], chunk: Chunk, num_left: int
+    ) -> tuple[SampledGroup, Handle] | Exception | None:
+        """The next group, None at the end, or what has broken off the drawing.
+
+        A worker that draws nothing for too long is killed, and counts as dead.
+        """
+        settings = self.run.rollout
+
+        def doing() -> str:
+            todo = f"{num_left} of {len(chunk.groups)} are left, and it is killed after {settings.timeout_s:g} s"
+            return f"{worker.name} draws the next of {chunk}; {todo} (rollout.timeout_s)"
+
+        asked = stream.ask()
+        try:
+            with reporting(settings.report_stuck_s, doing):
+                return asked.result(settings.timeout_s)
+        except TimeoutError as error:
+            if asked.done():  # the engine's own
+                return error
+            cause = f"drew nothing for {settings.timeout_s:g} s (rollout.timeout_s), and was killed"
+            log.warning("%s: worker %s %s", chunk, worker.name, cause)  # others may be the first to find it dead
+            worker.close(grace_s=0)
+            return WorkerDied(worker.name, cause)
+        except Exception as error:  # an engine is anybody's code
+            return error
 
     def _replace(self, death: WorkerDied) -> None:
         """Another process in its place, without weights yet. Raises `death` if that is not the policy."""
@@ -226,7 +258,14 @@ class SeparateRollouts:
         index = self.names.index(death.worker)
         self.workers[index].close()
         self.workers[index] = self._start(self.names[index])
-        self.workers[index].call(RolloutWorker.load).result(self.run.rollout.timeout_s)
+        loading, timeout_s = self.workers[index].call(RolloutWorker.load), self.run.rollout.timeout_s
+        try:
+            loading.result(timeout_s)
+        except TimeoutError as error:
+            if loading.done():  # the model's own
+                raise
+            cause = f"did not load the model within {timeout_s:g} s (rollout.timeout_s)"
+            raise WorkerDied(death.worker, cause) from error
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -238,6 +277,11 @@ class SeparateRollouts:
         if self._turns:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
             self.actor.reload()
+
+
+def _count_redrawn(meter: Meter, num_groups: int) -> None:
+    if num_groups:
+        meter.count("rollout/redrawn", num_groups)
 
 
 def _waves(workers: Sequence[Remote[RolloutWorker]], size: int) -> Iterator[Sequence[Remote[RolloutWorker]]]:

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from signal import Signals
 
 from flowrl.buffer.accounting import State
 from flowrl.config import Config, Evaluation, Problem
+from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.distributed.launch.inline import Inline
 from flowrl.rewards.combine import batch_advantages
 from flowrl.trainers import placement
+from flowrl.trainers.checkpoints import Checkpoints
 from flowrl.trainers.evaluator import Evaluated
 from flowrl.trainers.feed import Feed, Pace
 from flowrl.trainers.journal import Journal
@@ -34,6 +37,8 @@ class SeparateAsyncTrainer:
             `algorithm.num_updates_per_batch` = N.
         num_warmup_batches: batches in flight, beyond the one that is collected, before step 1 and from then on.
         max_staleness: published versions between sampling and use; older groups are evicted whole and replaced.
+        max_failed_rollouts_in_a_row: groups that cannot be drawn are evicted and replaced; after more than so many
+            without one that can, the run stops.
         sync_compatible: draw only while the trainer waits for groups; needs `num_warmup_batches=0`, and with one worker
             gives what `trainer=sync` gives, to the last bit.
         eval: held-out evaluation.
@@ -44,6 +49,7 @@ class SeparateAsyncTrainer:
     parameter_sync_step: int = 1
     num_warmup_batches: int = 1
     max_staleness: int = 1
+    max_failed_rollouts_in_a_row: int = 8
     sync_compatible: bool = False
     layout: str = "standalone"
     eval: Evaluation = field(default_factory=Evaluation)
@@ -60,7 +66,7 @@ class SeparateAsyncTrainer:
 
     def _own_problems(self, run: Config) -> Iterator[Problem]:
         least = {"total_steps": 1, "mini_batch_size": 1, "parameter_sync_step": 1, "num_warmup_batches": 0}
-        for name, low in {**least, "max_staleness": 0}.items():
+        for name, low in {**least, "max_staleness": 0, "max_failed_rollouts_in_a_row": 0}.items():
             if vars(self)[name] < low:
                 yield Problem(f"trainer.{name}", f"must be at least {low}, got {vars(self)[name]}.")
         n, size = self.parameter_sync_step, self.mini_batch_size
@@ -84,34 +90,41 @@ class SeparateAsyncTrainer:
             hint = "Set algorithm/correction=truncated, or algorithm.old_log_prob=rollout."
             yield Problem("trainer.max_staleness", message, hint)
 
-    def fit(self, run: Config) -> None:
-        """Train from the first step to the last and leave the report in the run folder."""
+    def fit(self, run: Config, start: Committed | None) -> Signals | None:
+        """Train to the last step and leave the report in the run folder. See `preflight.Trainer`."""
         with (
-            Journal(run, self.total_steps) as journal,
-            open_stages(run, self.total_steps) as stages,
-            self._feed(run, stages) as feed,
+            Journal(run, self.total_steps, start) as journal,
+            open_stages(run, self.total_steps, start) as stages,
+            self._feed(run, stages, start) as feed,
+            Checkpoints(run, self.total_steps, stages, journal, start, feed.held, feed.drain) as checkpoints,
         ):
-            journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
-            journal.log(0, stages)
-            for step in range(1, self.total_steps + 1):
+            if start is None:
+                journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
+                journal.log(0, stages)
+            for step in checkpoints.steps():
                 with stages.timers.phase("step"), self._watched(stages, feed):
                     batch = self._collect(run, stages, feed)
                     advantages = batch_advantages(batch, run.reward.weights, run.algorithm.advantages)
-                    with stages.timers.phase("update"), self._overlap(stages, feed):
-                        stages.actor.update(batch, advantages)
-                    with stages.timers.phase("publish"):
-                        stages.rollouts.publish(stages.actor.version)
+                    with feed.rollouts.changing():
+                        with stages.timers.phase("update"), self._overlap(stages, feed):
+                            stages.actor.update(batch, advantages)
+                        with stages.timers.phase("publish"):
+                            stages.rollouts.publish(stages.actor.version)
                     feed.advance()
                 journal.trained(step, batch, advantages, stages.rewards.totals())
                 stages.buffer.trained(group.sampled.group.ordinal for group in batch)
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
                     journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
                 journal.log(step, stages)
+                checkpoints.after(step)
+            if checkpoints.stopped_by is not None:
+                return checkpoints.stopped_by
             journal.finish(stages)
             if stages.actor.num_updates == 0:
                 raise DivergedError(f"no update was made in {self.total_steps} steps: all advantages were equal.")
+        return None
 
-    def _feed(self, run: Config, stages: Stages) -> Feed:
+    def _feed(self, run: Config, stages: Stages, start: Committed | None) -> Feed:
         assert isinstance(stages.rollouts, SeparateRollouts)
         pace = Pace(run.data.train_batch_size, self.num_warmup_batches, self.total_steps)
         return Feed(
@@ -121,6 +134,8 @@ class SeparateAsyncTrainer:
             stages.buffer,
             pace,
             self.mini_batch_size,
+            max_failures=self.max_failed_rollouts_in_a_row,
+            cycles=start.step if start else 0,
             threads=not isinstance(run.launcher, Inline),
             only_on_demand=self.sync_compatible,
         )

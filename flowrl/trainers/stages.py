@@ -12,6 +12,8 @@ from flowrl.config import Config, Reward
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.data.prompts import load_prompts
 from flowrl.device import choose_device, torch_settings
+from flowrl.distributed.checkpoint.folders import Committed
+from flowrl.distributed.checkpoint.manifest import CheckpointError
 from flowrl.distributed.launch.base import Cluster, Remote, gather
 from flowrl.distributed.launch.inline import Inline
 from flowrl.flow.noise import Noise
@@ -22,6 +24,7 @@ from flowrl.trainers.evaluator import Evaluator
 from flowrl.trainers.fleet import ActorFleet
 from flowrl.trainers.placement import actor_places, reward_places, rollout_places
 from flowrl.trainers.rollouts import Rollouts, SeparateRollouts, SharedRollouts
+from flowrl.trainers.state import CONTRACT, STATE
 from flowrl.trainers.worker import ActorWorker
 
 
@@ -40,8 +43,11 @@ class Stages:
 
 
 @contextmanager
-def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
-    """Load and warm everything before step 1; close worker processes at the end, whatever happened."""
+def open_stages(run: Config, total_steps: int, start: Committed | None) -> Iterator[Stages]:
+    """Load and warm everything; close worker processes at the end, whatever happened.
+
+    With a checkpoint to `start` from, everything is as it was when that was made. Raises CheckpointError if it cannot.
+    """
     inline = isinstance(run.launcher, Inline)
     meter, timers = Meter(), Timers(choose_device(run) if inline else None)
     places = [*actor_places(run), *rollout_places(run), *reward_places(run), *run.buffer.places()]
@@ -62,10 +68,25 @@ def open_stages(run: Config, total_steps: int) -> Iterator[Stages]:
             run.data.num_samples_per_prompt,
             run.data.seed,
         )
+        if start is not None:
+            _restore(start, actor, data, buffer)
         rewards.warm()
         judges.warm()
-        rollouts.publish(0)
+        rollouts.publish(actor.version)
         yield Stages(data, rollouts, rewards, buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers)
+
+
+def _restore(start: Committed, actor: ActorFleet, data: GroupSampler, buffer: ReplayBuffer) -> None:
+    began_with = start.json(CONTRACT)["base"]
+    if actor.fingerprint() != began_with:
+        raise CheckpointError(
+            f"{start.path}: the run began with another base model: model.path now holds other weights or settings. "
+            "Put the old ones back, or set name=... to start another run."
+        )
+    state = start.json(STATE)
+    actor.restore(start.tensors, state["actor"])
+    data.load_state_dict(state["data"])
+    buffer.load_state_dict(state["buffer"])
 
 
 def _actors(run: Config, cluster: Cluster, total_updates: int) -> list[Remote[ActorWorker]]:
@@ -83,7 +104,7 @@ def _actors(run: Config, cluster: Cluster, total_updates: int) -> list[Remote[Ac
 
 def _rollouts(run: Config, cluster: Cluster, actor: ActorFleet, meter: Meter) -> Rollouts:
     if run.trainer.layout == "shared":
-        return SharedRollouts(actor)
+        return SharedRollouts(actor, run.rollout.report_stuck_s)
     names = [place.name for place in rollout_places(run)]
     return SeparateRollouts(run, cluster, names, actor, meter)
 

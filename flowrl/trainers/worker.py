@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with typ
 
 from flowrl.config import Config
 from flowrl.device import choose_device, settle_torch
+from flowrl.distributed.checkpoint.manifest import TENSORS, FileRecord, TensorSpec
+from flowrl.distributed.checkpoint.tensors import TensorStore
 from flowrl.distributed.fsdp import fits_gathered, gathered
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.ranks import in_waves, num_ranks
@@ -29,7 +31,9 @@ from flowrl.rollout.worker import LEFT_BEHIND
 from flowrl.tracking.metrics import Meter, memory_metrics
 from flowrl.trainers import placement
 from flowrl.trainers.actor import Actor, Progress
+from flowrl.trainers.evaluator import evaluation_engine
 from flowrl.trainers.shares import Share
+from flowrl.trainers.state import Counters, Generators
 from flowrl.types import Drawn, Engine, Group, SampledGroup
 
 
@@ -45,6 +49,8 @@ class ActorWorker:
     actor: Actor
     judge: NativeEngine
     sender: Sender
+    checkpoints: TensorStore
+    base: str  # fingerprint of the model as it was loaded
 
     def __init__(self, run: Config, total_updates: int, rank: int) -> None:
         self.run = run
@@ -75,6 +81,7 @@ class ActorWorker:
         noise = Noise.of(run.seed)
         with in_waves(run.actor.fsdp.load_wave_size):
             policy = run.model.load(self.device)
+            self.base = policy.fingerprint() if self.rank == 0 else ""
             self.actor = Actor(
                 policy, run.algorithm, run.actor, noise, self.total_updates, self.meter, average=evaluation.use_ema
             )
@@ -87,14 +94,8 @@ class ActorWorker:
             device=self.device,
             rank=self.rank,
         )
-        num_steps = run.sampler.num_steps if evaluation.num_steps is None else evaluation.num_steps
-        self.judge = NativeEngine(
-            policy,
-            replace(run.sampler, num_steps=num_steps),
-            Noise.of(evaluation.seed, "evaluation"),
-            run.rollout.batch_size,
-            deterministic=evaluation.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
-        )
+        self.checkpoints = TensorStore(self.device, run.actor.timeout_s)
+        self.judge = evaluation_engine(run, policy)
 
     # ------------------------------------------------------------------------------------------ drawing
 
@@ -149,6 +150,32 @@ class ActorWorker:
     def reload(self) -> None:
         """They come back."""
         self.actor.reload()
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def fingerprint(self) -> str:
+        """Rank 0: of the model as it was loaded."""
+        return self.base
+
+    def checkpoint(self, folder: Path, background: bool) -> tuple[Counters, Generators]:
+        """Begin to write this rank's tensors into `folder`; what they are now is saved, whatever training does."""
+        self.checkpoints.save(self.actor.state_tensors(), folder / TENSORS, background=background)
+        return self.actor.counters(), Generators.now(self.device)
+
+    def written(self, wait: bool) -> tuple[list[FileRecord], dict[str, TensorSpec]] | None:
+        """This rank's files and the tensors of all ranks, or None while they are written. Raises what has failed."""
+        files = self.checkpoints.written(wait=wait)
+        return None if files is None else (files, self.checkpoints.keys)
+
+    def restore(self, folder: Path, counters: Counters, generators: Generators | None) -> None:
+        """Fill the tensors from `folder`; every rank reads what is its own. Raises CheckpointError.
+
+        Generators go on, too, unless the number of ranks has changed: None.
+        """
+        self.checkpoints.load(self.actor.state_tensors(), folder)
+        self.actor.restore(counters)
+        if generators is not None:
+            generators.restore(self.device)
 
     # ------------------------------------------------------------------------------------------ publication
 

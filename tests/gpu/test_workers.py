@@ -39,7 +39,7 @@ def trained(run: Config) -> tuple[dict[str, Tensor], list[Tensor]]:
     launcher = Inline() if run.actor.num_ranks == 1 and run.trainer.layout == "shared" else Spawn()
     with ranks(launcher, run) as processes:
         actor = processes.fleet(run)
-        rollouts: SharedRollouts | SeparateRollouts = SharedRollouts(actor)
+        rollouts: SharedRollouts | SeparateRollouts = SharedRollouts(actor, run.rollout.report_stuck_s)
         if run.trainer.layout != "shared":
             names = [place.name for place in rollout_places(run)]
             rollouts = SeparateRollouts(run, processes.cluster, names, actor, Meter())

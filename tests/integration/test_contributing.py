@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flowrl
+from flowrl.build import build
 from flowrl.cli.compose import choices
-from flowrl.config import build
 from flowrl.preflight import preflight
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"

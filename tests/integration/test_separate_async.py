@@ -83,6 +83,7 @@ def test_generation_overlaps_training(tiny_folder: Path, prompts: Path) -> None:
         ("data.train_batch_size", ("trainer.parameter_sync_step=2", "algorithm.num_updates_per_batch=2")),
         ("algorithm.num_updates_per_batch", ("data.train_batch_size=4", "trainer.parameter_sync_step=2")),
         ("trainer.max_staleness", ("trainer.num_warmup_batches=2",)),
+        ("trainer.max_failed_rollouts_in_a_row", ("trainer.max_failed_rollouts_in_a_row=-1",)),
         ("trainer.num_warmup_batches", ("trainer.sync_compatible=true",)),
         ("trainer.layout", ("trainer.layout=shared",)),
         ("trainer.mini_batch_size", ("trainer.mini_batch_size=0",)),

@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_folder: Path, prompts: Pa
         "reward/group_std_mean",
         "reward/zero_std_ratio",
         "reward/num_groups",
-        "reward/score_time",
+        "perf/score_s",
         "train/loss",
         "train/ratio_mean",
         "train/ratio_max",

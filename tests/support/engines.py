@@ -1,10 +1,12 @@
-"""Engines for tests: one that is not flowrl's own, one that forgets something, one that dies."""
+"""Engines for tests: one that is not flowrl's own, those that forget something, cannot draw something, or die."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -134,3 +136,57 @@ class MortalEngine(ForeignEngine):
         if self.settings.at == at and not Path(self.settings.mark).exists():
             Path(self.settings.mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Illiterate:
+    """Cannot draw prompts with one of the words: an error, a group that is not complete, or the end of its process."""
+
+    words: str = "MILK"
+    way: str = "raise"
+
+    def open(self, run: Config, policy: Policy) -> IlliterateEngine:
+        return IlliterateEngine(Native().open(run, policy), self)
+
+
+class IlliterateEngine(ForgetfulEngine):
+    """Always the same ones."""
+
+    def __init__(self, inner: Engine, settings: Illiterate) -> None:
+        super().__init__(inner, "finite")
+        self.settings = settings
+
+    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
+        for sampled in self.inner.generate(groups, rollout_id):
+            if not any(word in sampled.group.prompt.text for word in self.settings.words.split()):
+                yield sampled
+            elif self.settings.way == "refuse":
+                yield self._spoilt(sampled)
+            elif self.settings.way == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise LookupError(f"cannot write {sampled.group.prompt.text}")
+
+
+@dataclass(frozen=True)
+class Sleepy:
+    """Falls asleep over its first group, once."""
+
+    mark: str = ""  # a file that says that it has happened
+
+    def open(self, run: Config, policy: Policy) -> SleepyEngine:
+        return SleepyEngine(Native().open(run, policy), self.mark)
+
+
+class SleepyEngine(ForeignEngine):
+    """One of several processes at most."""
+
+    def __init__(self, inner: Engine, mark: str) -> None:
+        super().__init__(inner, "")
+        self.mark = Path(mark)
+
+    def generate(self, groups: Sequence[Group], rollout_id: int) -> Iterator[SampledGroup]:
+        with suppress(FileExistsError):
+            self.mark.touch(exist_ok=False)
+            time.sleep(3600)
+        yield from super().generate(groups, rollout_id)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from flowrl.config import Config, ConfigError, Problem, assemble, build, build_run
+from flowrl.build import assemble, build, build_run
+from flowrl.config import Config, ConfigError, Problem
 
 HERE = __name__
 

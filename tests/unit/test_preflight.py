@@ -117,6 +117,9 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("trainer.eval.dynamics", "sde"),
         ("trainer.eval.sets.other", "no-such-file.txt"),
         ("trainer.total_steps", 0),
+        ("trainer.max_incomplete_group_refill_rounds", 0),
+        ("rollout.report_stuck_s", 0.0),
+        ("reward.report_stuck_s", float("inf")),
         ("trainer.layout", "elsewhere"),
     ],
 )

@@ -191,7 +191,10 @@ class InObjectStore:
     reference: Any  # ray.ObjectRef of a Packed
 
     def fetch(self) -> Any:
-        """A copy. Raises KeyError if it is there no longer."""
+        """A view of the store's memory, which stays while there is a view, whatever becomes of the handle.
+
+        Raises KeyError if it is there no longer.
+        """
         import ray
 
         if not ray.is_initialized():
@@ -200,7 +203,7 @@ class InObjectStore:
             packed: Packed = ray.get(self.reference)
         except (ray.exceptions.ObjectLostError, ValueError) as error:  # the latter: of another connection
             raise KeyError(str(error)) from error
-        return packed.unpack()
+        return packed.view()
 
 
 class Worker:

@@ -95,7 +95,7 @@ class Published:
             "publish/tensors": self.num_tensors,
             "publish/bytes": self.num_bytes,
             "publish/failures": self.num_failures,
-            "publish/seconds": self.seconds,
+            "perf/publication_s": self.seconds,
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class JSONLSession:
         record = {"step": step} | {name: _encoded(float(value)) for name, value in metrics.items()}
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint must never be ahead of it
 
     def log_images(self, step: int, name: str, images: np.ndarray, captions: Sequence[str]) -> None:
         """Pictures are not numbers; `artifacts` keeps them."""

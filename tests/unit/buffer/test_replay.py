@@ -170,6 +170,23 @@ def test_take_waits_for_enough(make_buffer: MakeBuffer) -> None:
 
 
 @pytest.mark.usefixtures("no_looking_up")
+def test_take_ends_where_enough_will_never_come(make_buffer: MakeBuffer) -> None:
+    buffer = make_buffer(max_groups=2)
+    buffer.submit([group(1), group(2)])
+    buffer.put(scored(1))
+    with ThreadPoolExecutor(1) as thread:
+        taking = thread.submit(buffer.take, 3, 2 * SOON)
+        time.sleep(BEGUN)
+        assert not taking.done()  # one is still to come: it might be evicted, and make room
+        buffer.put(scored(2))
+        with pytest.raises(
+            BufferFull, match=r"2 are in flight \(buffer.max_groups=2\).* cannot hold 3 finished groups"
+        ):
+            taking.result(SOON)
+    assert ordinals(buffer.take(2)) == [1, 2]
+
+
+@pytest.mark.usefixtures("no_looking_up")
 def test_submission_waits_for_room(make_buffer: MakeBuffer) -> None:
     buffer = make_buffer(max_groups=3)
     buffer.wait_for_room(3, timeout_s=0)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from flowrl import load_config
+from flowrl.build import build_run
 from flowrl.cli.compose import choices, load_sweep
 from flowrl.cli.explain import closest
 from flowrl.cli.help import help_text
-from flowrl.config import ConfigError, build_run
+from flowrl.config import ConfigError
 
 HEADER = "# @package _global_\n"
 

@@ -78,6 +78,23 @@ def test_what_comes_out_is_ones_own() -> None:
     assert (tensor == 1).all() and (array == 1).all()
 
 
+@pytest.mark.filterwarnings("error")  # torch warns of read-only arrays
+def test_a_view_copies_nothing_and_keeps_the_memory() -> None:
+    sent = pack({"tensor": torch.arange(1000.0), "array": np.arange(1000), "empty": torch.zeros(0, 3)})
+    received = Packed(sent.header, tuple(np.frombuffer(buffer.tobytes(), np.uint8) for buffer in sent.buffers))
+    found = received.view()
+    places = [found["tensor"].data_ptr(), found["array"].ctypes.data]
+    assert places == [buffer.ctypes.data for buffer in received.buffers[:2]]
+    alive = weakref.ref(received.buffers[0])
+    del received
+    assert alive() is not None and torch.equal(found["tensor"], torch.arange(1000.0))
+    with pytest.raises(ValueError, match="read-only"):
+        found["array"][:] = 0
+    assert found["empty"].shape == (0, 3)
+    del found
+    assert alive() is None
+
+
 def test_gradients_stay_behind() -> None:
     found = pack(torch.ones(2, requires_grad=True)).unpack()
     assert not found.requires_grad and found.grad_fn is None

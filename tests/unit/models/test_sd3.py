@@ -98,7 +98,18 @@ def test_encoders_run_once_per_text(tiny_folder: Path) -> None:
     prompts = [group.prompt for group in tiny.groups(3, 1)]
     policy.encode(prompts + prompts)
     policy.encode(prompts[::-1])
-    assert len(calls) == 1
+    assert len(calls) == 3
+
+
+def test_an_embedding_does_not_depend_on_what_else_is_encoded(tiny_folder: Path) -> None:
+    """Bit for bit: a run that goes on encodes again what an earlier process had in its cache, in other company."""
+    prompts = [group.prompt for group in tiny.groups(6, num_samples=1)]
+    together = tiny.load(tiny_folder).encode(prompts)
+    policy = tiny.load(tiny_folder)
+    pair, one = policy.encode(prompts[3:5]), policy.encode(prompts[5:])
+    assert together.rows(torch.tensor([3, 4])).prompt_embeds.equal(pair.prompt_embeds)
+    assert together.rows(torch.tensor([3, 4])).pooled.equal(pair.pooled)
+    assert together.rows(torch.tensor([5])).pooled.equal(one.pooled)
 
 
 def test_float16_is_refused_by_name() -> None:

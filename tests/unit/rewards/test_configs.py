@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from flowrl.config import Config, ConfigError, Data, build
+from flowrl.build import build
+from flowrl.config import Config, ConfigError, Data
 from flowrl.rewards.combine import Component
 from flowrl.rewards.ocr import OCR
 from flowrl.rewards.recognisers import PaddleOCR

@@ -57,7 +57,7 @@ def assert_gone(pid: int) -> None:
 @pytest.fixture(scope="module")
 def obedient() -> Iterator[RewardPool]:
     """One worker with a short temper, and no second attempts."""
-    with RewardPool(one(Obeys()), num_workers=1, timeout_s=1.0, retries=0) as pool:
+    with RewardPool(one(Obeys()), num_workers=1, timeout_s=1.0, retries=0, report_stuck_s=0.4) as pool:
         pool.warm()
         yield pool
 
@@ -198,13 +198,18 @@ def test_a_worker_that_ends_is_an_error_and_then_replaced(obedient: RewardPool) 
     assert obedient.submit(sampled_group()).result(timeout=SOON).rewards["style"].tolist() == [1.0, 1.0]
 
 
-def test_a_worker_that_hangs_is_killed_in_time(obedient: RewardPool, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_reported_and_killed_in_time(
+    obedient: RewardPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = tmp_path / "pid"
     obedient.warm()
+    caplog.clear()
     started = time.monotonic()
     with pytest.raises(RewardError, match="did not answer within 1 s and was stopped"):
         obedient.submit(sampled_group(sleep=600, log=str(log))).result(timeout=SOON)
     assert 1 <= time.monotonic() - started < SOON
+    doing = "reward worker 0 scores style on prompt 'p0' (a sign that says \"FLOW\"); it is killed after 1 s"
+    assert caplog.messages[0] == f"stuck? For 0.4 s now {doing}"
     assert_gone(wait_for(log))
 
 

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowrl.config import ConfigError, build
+from flowrl.build import build
+from flowrl.config import ConfigError
 from flowrl.tracking.console import print_summary
 from flowrl.tracking.loggers.base import Logger, RunInfo, Session
 from flowrl.tracking.loggers.console import ConsoleLogger, ConsoleSession

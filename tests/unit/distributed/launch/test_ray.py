@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from flowrl.distributed.records import pack
 from flowrl.prompts import Prompt
 from flowrl.rewards.remote import OnCluster
 from flowrl.rewards.scoring import Request
+from tests.unit.distributed.launch.conftest import Staff
 from tests.unit.distributed.launch.support import SOON
 from tests.unit.distributed.launch.workers import Clerk, slow_fingerprint
 from tests.unit.rewards.scorers import Surroundings
@@ -95,6 +96,20 @@ def test_ray_that_does_not_start_is_an_error_of_placement(monkeypatch: pytest.Mo
 
 def handler(signum: int, frame: FrameType | None) -> None:
     """The program's own."""
+
+
+# ------------------------------------------------------------------------------------------ the object store
+
+
+def test_what_is_fetched_is_a_view_that_outlives_its_handle(hire: Callable[[str], Staff]) -> None:
+    clerk, size = hire("ray")("clerk-0"), 500_000
+    (item,) = clerk.stream(Clerk.items, [7], size=size)
+    first, second = item[1].fetch(), item[1].fetch()
+    assert np.shares_memory(first, second) and not first.flags.writeable
+    del item, second
+    others = [handle for _, handle in clerk.stream(Clerk.items, [8] * 20, size=size)]  # take whatever room there is
+    assert (first == 7).all()
+    assert not any(np.shares_memory(first, handle.fetch()) for handle in others)
 
 
 # ------------------------------------------------------------------------------------------ what Ray says
