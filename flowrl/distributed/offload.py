@@ -52,17 +52,25 @@ class HostMemory:
     chunks: list[Tensor] = field(default_factory=list, repr=False)
     used: int = 0
 
+    def reserve(self, nbytes: int) -> None:
+        """Allocate so many bytes in all."""
+        while len(self.chunks) * self.chunk_bytes < nbytes:
+            self._grow()
+
     def take(self, nbytes: int) -> list[Tensor]:
         """uint8 tensors of `nbytes` in all, which no one else has until `used` is set back to 0."""
         pieces = []
         while nbytes > 0:
             chunk, start = divmod(self.used, self.chunk_bytes)
             if chunk == len(self.chunks):
-                self.chunks.append(torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+                self._grow()
             pieces.append(self.chunks[chunk][start : start + nbytes])
             nbytes -= len(pieces[-1])
             self.used += -(-len(pieces[-1]) // ALIGNMENT) * ALIGNMENT
         return pieces
+
+    def _grow(self) -> None:
+        self.chunks.append(torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self.pinned))
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class ActorWorker:
             rank=self.rank,
         )
         self.checkpoints = TensorStore(self.device, run.actor.timeout_s)
+        self.checkpoints.reserve(self.actor.state_tensors())
         self.judge = evaluation_engine(run, policy)
 
     # ------------------------------------------------------------------------------------------ drawing
