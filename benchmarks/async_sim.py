@@ -19,22 +19,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import flowrl
+from benchmarks.provenance import provenance
 from benchmarks.random_sd3 import save_medium
 from flowrl.trainers.simulation import Prediction, Setting, simulate
 
@@ -124,23 +121,14 @@ def main() -> None:
     """Check, sweep, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.async_sim")
     parser.add_argument("--checks", nargs="*", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--output", type=Path, default=RESULTS / "async_sim.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "async_sim.json", help="keeps its other checks")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", "-m", "benchmarks.async_sim", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "load_before": round(os.getloadavg()[0], 2),
-        "versions": {
-            "python": platform.python_version(),
-            "flowrl": flowrl.__version__,
-            **{name: version(name) for name in ("torch", "numpy")},
-        },
-        "checks": {},
-    }
+    report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for name in arguments.checks:
+        about = provenance(f"python -m benchmarks.async_sim --checks {name}", "numpy")
+        about["load_before"] = round(os.getloadavg()[0], 2)
         with tempfile.TemporaryDirectory() as folder:
-            report["checks"][name] = check(CHECKS[name](Path(folder)), Path(folder))
+            report[name] = about | check(CHECKS[name](Path(folder)), Path(folder))
     report["sweep"] = sweep(LARGE)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from flowrl.config import Config
+from flowrl.flow.noise import Noise
 
 
 def choose_device(run: Config) -> torch.device:
@@ -18,19 +21,30 @@ def choose_device(run: Config) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def settle_torch(run: Config) -> None:
-    """`deterministic`, for a process that does nothing else."""
+def settle_torch(run: Config, place: str) -> None:
+    """`deterministic`, for a process that does nothing else: the worker at `place`.
+
+    flowrl draws from keyed generators alone. The global ones are for code that is not its own, an engine or a scorer.
+    """
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
+        seed = Noise.of(run.seed, "process").generator(place).initial_seed()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 @contextmanager
 def torch_settings(run: Config) -> Iterator[None]:
     """The same for the length of a run; the next one in this process has its own."""
     before = torch.are_deterministic_algorithms_enabled()
-    settle_torch(run)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    settle_torch(run, "driver")
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -37,6 +37,7 @@ from benchmarks.multi_gpu.crossed import colocated
 from benchmarks.multi_gpu.setting import SIZES, Bench, Found, models, say
 from benchmarks.multi_gpu.updates import update
 from benchmarks.provenance import provenance
+from flowrl.distributed.weight_sync.manifest import Mode
 
 MARGIN_S = 20.0  # less than that is not enough for any part
 FORK = multiprocessing.get_context("fork")  # everything is imported already, and nothing of CUDA has begun
@@ -54,7 +55,7 @@ class Part:
     limit_s: float
 
 
-def publication(bench: Bench, mode: publish.Mode) -> Found:
+def publication(bench: Bench, mode: Mode) -> Found:
     """Five versions, and the comparison after them, which raises if anything differs."""
     arguments = argparse.Namespace(transport="broadcast", staging="device", bucket_mb=512, repeats=5)
     return publish.measure(mode, arguments, tiny=bench.size is SIZES["tiny"])
@@ -133,7 +134,8 @@ def attempt(name: str, part: Part, bench: Bench, deadline: float) -> Found:
             process.join()
     wall = {"wall_s": round(time.monotonic() - began, 1)}
     if result.exists():
-        return wall | json.loads(result.read_text())
+        found: Found = json.loads(result.read_text())
+        return wall | found
     tail = log.read_text(errors="replace")[-4000:]
     print(tail, flush=True)
     error = f"took longer than {limit_s:.0f} s" if late else f"ended with exit code {process.exitcode}"
@@ -145,7 +147,8 @@ def alone(part: Part, bench: Bench, limit_s: float, result: Path, log: Path) -> 
     os.setsid()
     sys.stderr = log.open("w", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
-    faulthandler.dump_traceback_later(limit_s * 0.97)
+    faulthandler.enable(sys.stderr)
+    faulthandler.dump_traceback_later(0.97 * limit_s, file=sys.stderr)
     result.write_text(json.dumps(part.measure(bench)))
 
 

@@ -26,11 +26,9 @@ SHOWN = ("publish/version", "publish/bytes", "perf/publication_s")
 
 def colocated(bench: Bench) -> Found:
     """Engine 0 sees the GPUs in reverse: it shares one with rank 1, and engine 1 shares the other with rank 0."""
-    first, last = (visible_gpus() or [""])[0], (visible_gpus() or [""])[-1]
-    ranks, engines = (
-        {"actor-0": first, "actor-1": last},
-        {"rollout-0": f"{last},{first}", "rollout-1": f"{first},{last}"},
-    )
+    first, last = [*visible_gpus(), "", ""][:2]
+    ranks = {"actor-0": first, "actor-1": last}
+    engines = {"rollout-0": f"{last},{first}", "rollout-1": f"{first},{last}"}
     keys = ("trainer.layout=colocated", "actor.num_ranks=2", *FULL, "actor.micro_batch_size=8")
     sizes = ("data.train_batch_size=2", "data.num_samples_per_prompt=4", "sampler.steps.steps=[0,1]")
     run = bench.run("colocated", *keys, *sizes, model="few_layers")
@@ -61,8 +59,9 @@ def colocated(bench: Bench) -> Found:
 def processes(stages: Stages, rollouts: SeparateRollouts) -> dict[str, dict[str, str]]:
     """By name of the place, which GPUs its process sees and which one it computes on."""
     actors, engines = stages.actor.workers, rollouts.workers
-    found = gather(actors, sees, [()] * len(actors)) + gather(engines, sees, [()] * len(engines))
-    return dict(zip([worker.name for worker in [*actors, *engines]], found, strict=True))
+    names = [*(worker.name for worker in actors), *rollouts.names]
+    found = [*gather(actors, sees, [()] * len(actors)), *gather(engines, sees, [()] * len(engines))]
+    return dict(zip(names, found, strict=True))
 
 
 def sees(worker: ActorWorker | RolloutWorker) -> dict[str, str]:

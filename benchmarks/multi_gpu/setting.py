@@ -34,13 +34,13 @@ class Size:
     micro_batch: Mapping[str, int]  # by mode
     stride: Mapping[str, int]  # every so many-th weight is compared
     num_async: int  # samples of each of two prompts, replayed in two steps, in one asynchronous cycle
+    num_timed: int  # updates, after the first
     num_cycles: int = 20
-    num_timed: int = 3
 
 
 SIZES = {
-    "tiny": Size(2, 1, 2, 64, 4, {"lora": 8, "full": 8}, {"lora": 1, "full": 1}, 4),
-    "medium": Size(24, 4, 24, 512, 12, {"lora": 24, "full": 32}, {"lora": 1, "full": 113}, 8),
+    "tiny": Size(2, 1, 2, 64, 2, {"lora": 8, "full": 8}, {"lora": 1, "full": 1}, 2, 2),
+    "medium": Size(24, 4, 24, 512, 12, {"lora": 24, "full": 32}, {"lora": 1, "full": 113}, 8, 3),
 }
 
 
@@ -57,7 +57,7 @@ class Bench:
         return [
             *overrides(self.folder / model, self.folder / "prompts.txt", self.size.pixels),
             *("reward.num_workers=0", "launcher=spawn", f"device={self.device}", f"runs={self.folder}", f"name={name}"),
-            *("sampler.num_steps=10", "sampler/steps=fixed", "algorithm.num_updates_per_batch=1"),
+            *("sampler.num_steps=6", "sampler/steps=fixed", "algorithm.num_updates_per_batch=1"),
             *("trainer.total_steps=1000", "trainer.eval.every=0", "checkpoint.every=0", "actor.fsdp.load_wave_size=2"),
             *("actor.timeout_s=120", "rollout.timeout_s=120", "weight_sync.timeout_s=60", "rollout.batch_size=16"),
             *more,

@@ -28,12 +28,12 @@ MODES = {"lora": LORA, "full": FULL}
 # AdamW's first step is the sign of the gradient, and rounding would show as changes of sign. With an eps that dwarfs
 # the gradient it is the gradient itself.
 LINEAR = ("actor.optimizer.lr=0.02", "actor.optimizer.eps=1e-3", "actor.optimizer.weight_decay=0")
-TOLERANCE = 2**-7  # of an update, by its norm: two units in the last place of bfloat16
+TOLERANCE = 2**-7  # of an update, by its norm: bfloat16 keeps 8 bits. Or twice what other micro-batches make, if more
 AIM = 1.8  # times the throughput of one GPU, with two
 
 
 def update(bench: Bench, mode: str) -> Found:
-    """One batch on one rank, on two, and on one in smaller micro-batches: what rounding alone comes to."""
+    """One batch on one rank, on two, and on one in smaller micro-batches, which shows what rounding alone comes to."""
     size = bench.size
     micro, sizes = size.micro_batch[mode], (4, size.num_samples)
     common = [*MODES[mode], *LINEAR, f"actor.micro_batch_size={micro}", "sampler.steps.steps=[0,1,2,3]"]
@@ -49,7 +49,8 @@ def update(bench: Bench, mode: str) -> Found:
         say(f"first update of {len(advantages)} samples: {agreed}")
         rates = {name: rate(each, batch, advantages, size.num_timed) for name, each in (("one", one), ("two", two))}
     speedup = rates["one"]["median_s"] / rates["two"]["median_s"]
-    checks = {"the update is the same": agreed["difference"]["two"] <= TOLERANCE}
+    difference = agreed["difference"]
+    checks = {"the update is the same": difference["two"] <= max(TOLERANCE, 2 * difference["other"])}
     if bench.device == "cuda":
         checks[f"two are {AIM} times as fast as one"] = speedup >= AIM
     shape = {"samples": len(advantages), "rows": 4 * len(advantages), "micro_batch": micro}
@@ -71,7 +72,7 @@ def collected(stages: Stages, run: Config) -> tuple[list[ScoredGroup], Tensor]:
 
 
 def agreement(fleets: dict[str, Stages], batch: Sequence[ScoredGroup], advantages: Tensor, stride: int) -> Found:
-    """The first update of each, by what it does to the weights; the first fleet is what the others are compared with."""
+    """The first update of each, by what it does to the weights, compared with that of the first fleet."""
     starts = [trained(stages, stride) for stages in fleets.values()]
     assert all(torch.equal(start, starts[0]) for start in starts), "they begin with different weights"
     metrics = {name: updated(stages, batch, advantages)[1] for name, stages in fleets.items()}

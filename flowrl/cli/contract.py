@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,9 +14,16 @@ from flowrl.data.prompts import fingerprint
 FREE = (
     "actor.fsdp", "actor.gradient_checkpointing", "actor.max_skipped_updates", "actor.micro_batch_size",
     "actor.num_ranks", "actor.timeout_s", "artifacts", "buffer", "checkpoint", "device", "launcher", "logger",
-    "model.cache_mb", "model.path", "model.revision", "name", "recipe", "resume", "reward.num_workers",
-    "reward.retries", "reward.timeout_s", "rollout", "runs", "trainer.eval.every", "trainer.layout",
-    "trainer.max_failed_rollouts_in_a_row", "trainer.total_steps", "weight_sync",
+    "model.cache_mb", "model.path", "model.revision", "name", "recipe", "resume", "rollout", "runs",
+    "trainer.drop_incomplete_groups", "trainer.eval.every", "trainer.layout", "trainer.max_failed_rollouts_in_a_row",
+    "trainer.max_incomplete_group_refill_rounds", "trainer.total_steps", "weight_sync",
+    *(f"{section}.{name}" for section in ("reward", "trainer.eval.rewards")
+      for name in ("num_workers", "report_stuck_s", "retries", "timeout_s")),
+)  # fmt: skip
+# And what may not, although it stands below one of those: who draws, in which order, and roundings.
+HELD = (
+    "actor.fsdp.param_dtype", "actor.fsdp.reduce_dtype", "buffer.order", "rollout.engine", "weight_sync.mode",
+    "weight_sync.wire_dtype",
 )  # fmt: skip
 
 Contract = Mapping[str, Any]
@@ -38,8 +45,15 @@ def contract(run: Config, cfg: DictConfig) -> dict[str, Any]:
 
 
 def differences(before: Contract, now: Contract) -> str:
-    """A table, one line per setting that differs; empty if none does."""
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    """A table, one line per setting that differs; empty if none does.
+
+    A single key that only one of the two has does not differ: versions of flowrl add and drop keys.
+    """
+    names = sorted(
+        name
+        for name in before.keys() | now.keys()
+        if before.get(name) != now.get(name) and not _is_new(name, before) and not _is_new(name, now)
+    )
     rows = [("setting", "there", "now")] + [(name, _shown(before, name), _shown(now, name)) for name in names]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -53,7 +67,17 @@ def _shown(values: Contract, name: str) -> str:
 
 
 def _is_free(path: str) -> bool:
-    return any(path == free or path.startswith(f"{free}.") for free in FREE)
+    return _below(path, FREE) and not _below(path, HELD)
+
+
+def _below(path: str, sections: Sequence[str]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+
+def _is_new(name: str, other: Contract) -> bool:
+    """Whether `other` lacks this one key of something that it has: another version of flowrl knows, or knew, it."""
+    parent = name.rpartition(".")[0]
+    return name not in other and not name.startswith(CONTENT) and any(key.rpartition(".")[0] == parent for key in other)
 
 
 def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:

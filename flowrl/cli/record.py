@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 import flowrl
 from flowrl.config import Config, ConfigError, Problem
 from flowrl.data.prompts import fingerprint
-from flowrl.distributed.checkpoint.folders import Folders
+from flowrl.distributed.checkpoint.folders import Committed, Folders
 from flowrl.tracking.files import write_atomic
 from flowrl.tracking.loggers.jsonl import FILENAME as METRICS
 
@@ -37,6 +37,7 @@ class Past:
     finished: str | None
     steps: int  # of the finished run
     started: str
+    began_from: str | None  # `resume=PATH`
 
 
 def past(run: Config) -> Past | None:
@@ -46,7 +47,8 @@ def past(run: Config) -> Past | None:
     try:
         contract = json.loads((run.run_dir / CONTRACT).read_text())
         record = json.loads((run.run_dir / "run.json").read_text())
-        return Past(dict(contract), record["finished"], int(record["steps"]), record["started"])
+        steps, began_from = int(record["steps"]), record["began_from"]
+        return Past(dict(contract), record["finished"], steps, record["started"], began_from)
     except (OSError, ValueError, TypeError, KeyError) as error:
         message = f"{run.run_dir} holds no readable run."
         raise ConfigError(Problem("name", message, "Remove the folder, or choose another name.")) from error
@@ -83,9 +85,11 @@ def remains(run: Config) -> str:
     return f"{run.run_dir} holds no checkpoint yet; the same command starts anew."
 
 
-def begin(run: Config, cfg: DictConfig, contract: dict[str, Any], resumed_from: int | None) -> None:
+def begin(run: Config, cfg: DictConfig, contract: dict[str, Any], start: Committed | None) -> None:
     """Write what the run is: the resolved configuration and contract, versions, commit, command, data."""
-    before = past(run)
+    before = past(run) if start is not None else None
+    own = start is not None and start.path.parent == run.checkpoints_dir
+    began_from = before.began_from if before is not None and own else None if start is None else str(start.path)
     write_atomic(run.run_dir / "config.yaml", OmegaConf.to_yaml(_resolved(cfg)).encode())
     write_atomic(run.run_dir / CONTRACT, (json.dumps(contract, indent=1, sort_keys=True) + "\n").encode())
     _write(
@@ -93,9 +97,10 @@ def begin(run: Config, cfg: DictConfig, contract: dict[str, Any], resumed_from: 
         {
             "name": run.name,
             "command": shlex.join(sys.orig_argv),
-            "started": _now() if before is None or resumed_from is None else before.started,
-            "resumed": None if resumed_from is None else _now(),
-            "resumed_from": resumed_from,
+            "started": _now() if before is None else before.started,
+            "resumed": None if start is None else _now(),
+            "resumed_from": None if start is None else start.step,
+            "began_from": began_from,
             "steps": run.trainer.total_steps,
             "finished": None,
             "versions": _versions(),

@@ -48,26 +48,45 @@ def starting_point(run: Config, cfg: DictConfig) -> Committed | None:
     """
     if run.resume == "never":
         return None
-    own = _newest_good(run.checkpoints_dir, run)
-    if own is not None or run.resume == "auto":
+    own = _own(run)
+    if own is not None:
         return own
+    if run.resume == "auto":
+        past = record.past(run)
+        if past is not None and past.began_from is not None and record.has_progress(run):
+            message = f"is auto, and {run.run_dir} began from {past.began_from}; it has no checkpoint of its own yet."
+            raise ConfigError(Problem("resume", message, f"Set resume={past.began_from}."))
+        return None
     found = _named(Path(run.resume), run)
     _compare(f"{found.path} belongs to a run", _settings(found), contract(run, cfg), run)
     return found
 
 
-def _newest_good(folder: Path, run: Config) -> Committed | None:
-    faults: list[CheckpointError] = []
+def _newest_good(folder: Path) -> tuple[Committed | None, dict[Path, CheckpointError]]:
+    """And those that are newer, but damaged."""
+    damaged: dict[Path, CheckpointError] = {}
     for path in Folders(folder).newest_first():
         try:
-            return open_checkpoint(path, verify=True)
+            return open_checkpoint(path, verify=True), damaged
         except CheckpointError as error:
             log.warning("%s It is passed over.", error)
-            faults.append(error)
-    if faults:
+            damaged[path] = error
+    return None, damaged
+
+
+def _own(run: Config) -> Committed | None:
+    """What is damaged is set aside: it must not count as the newest when the run has gone on from an older one."""
+    folder = run.checkpoints_dir
+    good, damaged = _newest_good(folder)
+    if good is None and damaged:
         hint = f"Remove {folder} to start anew, or set name=... to start another run."
-        raise ConfigError(Problem("resume", f"no checkpoint of {run.run_dir} can be read: {faults[0]}", hint))
-    return None
+        raise ConfigError(Problem("resume", f"no checkpoint can be read: {next(iter(damaged.values()))}", hint))
+    for path in damaged:
+        log.warning("%s is now called %s", path, Folders(folder).set_aside(path).name)
+    if good is not None and good.step > run.trainer.total_steps:
+        message = f"is {run.trainer.total_steps}, and {run.run_dir} has gone {good.step} steps already."
+        raise ConfigError(Problem("trainer.total_steps", message, "Set it higher."))
+    return good
 
 
 def _named(path: Path, run: Config) -> Committed:
@@ -76,7 +95,7 @@ def _named(path: Path, run: Config) -> Committed:
         hint = "To go on from an earlier step of a run, give the new one another name=..."
         raise ConfigError(Problem("resume", f"must be a checkpoint of another run, got {path}.", hint))
     if (path / "checkpoints").is_dir():
-        newest = _newest_good(path / "checkpoints", run)
+        newest, _ = _newest_good(path / "checkpoints")
         if newest is not None:
             return newest
     try:

@@ -73,7 +73,7 @@ def train(cfg: DictConfig) -> Path:
         start = resume.starting_point(run, cfg)
         if start is not None:
             Terminal().out(f"{start.path}: the run goes on after step {start.step}.", highlight=False)
-        record.begin(run, cfg, contract(run, cfg), None if start is None else start.step)
+        record.begin(run, cfg, contract(run, cfg), start)
         try:
             stopped_by = run.trainer.fit(run, start)
             if stopped_by is not None:

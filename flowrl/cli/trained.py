@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,16 @@ from flowrl import config
 from flowrl.build import build_run
 from flowrl.cli.explain import explain
 from flowrl.config import Config, ConfigError, Problem
-from flowrl.distributed.checkpoint.folders import Folders, open_checkpoint
+from flowrl.distributed.checkpoint.folders import Committed, Folders, open_checkpoint
+from flowrl.distributed.checkpoint.manifest import CheckpointError
 from flowrl.distributed.checkpoint.tensors import read_tensors
 from flowrl.distributed.lora import ADAPTER_FILES, add_lora, read_adapter, restore, saved_name, train_fully
 from flowrl.types import LoadError, Policy
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
 LATEST = "latest"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def read_trained(folder: Path, checkpoint: str | None, weights: str | None) -> T
         message = f"cannot be {FINAL} with a checkpoint: those are the weights at the run's end."
         raise ConfigError(Problem("weights", message, "Leave one of the two out."))
     if weights == FINAL or (weights is None and checkpoint is None and _is_finished(folder)):
-        return Trained(str(folder / FINAL), _final(folder / FINAL), _base(folder))
+        return Trained(str(folder / FINAL), _final(folder / FINAL), _any_base(folder))
     chosen = open_checkpoint(_committed(folder, checkpoint), verify=True)
     kept = "ema" if any(key.startswith("ema.") for key in chosen.keys) else "live"
     if weights == "ema" and kept != "ema":
@@ -84,7 +88,7 @@ def read_trained(folder: Path, checkpoint: str | None, weights: str | None) -> T
     kind = weights or kept
     tensors = read_tensors(chosen.tensors, "ema." if kind == "ema" else "weights.")
     named = {saved_name(name): tensor for name, tensor in tensors.items()}
-    return Trained(f"{chosen.path} ({kind})", named, _base(folder))
+    return Trained(f"{chosen.path} ({kind})", named, _base(chosen))
 
 
 def _is_finished(folder: Path) -> bool:
@@ -109,10 +113,19 @@ def _committed(folder: Path, name: str | None) -> Path:
     return found[name]
 
 
-def _base(folder: Path) -> str | None:
-    """All checkpoints of a run have begun from the same model."""
-    newest = Folders(folder / CHECKPOINTS).newest()
-    return None if newest is None else newest.json("contract.json").get("base")
+def _base(checkpoint: Committed) -> str | None:
+    base: str | None = checkpoint.json("contract.json").get("base")
+    return base
+
+
+def _any_base(folder: Path) -> str | None:
+    """All checkpoints of a run have begun from the same model; one that can be read says from which."""
+    for path in Folders(folder / CHECKPOINTS).newest_first():
+        try:
+            return _base(open_checkpoint(path, verify=False))
+        except CheckpointError as error:
+            log.warning("%s", error)
+    return None
 
 
 def _final(folder: Path) -> dict[str, Tensor]:

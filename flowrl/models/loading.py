@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -58,9 +59,10 @@ def check_complete(source: str, parts: Mapping[str, Any]) -> None:
                 raise LoadError(f"{source}: {len(missing)} tensors of {name} are missing, among them {missing[0]}.")
 
 
-def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: str) -> str:
+def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: Mapping[str, Any]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of all tensors, wherever they were read from, and `settings`.
 
+    Settings that begin with an underscore say by what they were written, such as diffusers' version; they do not count.
     Tensors on the host are hashed as they lie there, several at a time; others are copied one by one.
     """
     tensors = {
@@ -71,7 +73,8 @@ def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: str) ->
     }
     with ThreadPoolExecutor() as threads:  # hashlib lets go of the interpreter
         digests = list(threads.map(_digest, tensors.values()))
-    whole = hashlib.sha256(settings.encode())
+    named = {name: value for name, value in sorted(settings.items()) if not name.startswith("_")}
+    whole = hashlib.sha256(json.dumps(named, default=str).encode())
     for (name, tensor), digest in zip(tensors.items(), digests, strict=True):
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n".encode())
     return whole.hexdigest()

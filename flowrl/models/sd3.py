@@ -279,7 +279,7 @@ class SD3Policy:
     def fingerprint(self) -> str:
         """Of the transformer, the encoders, the autoencoder and the noise schedule."""
         parts = {name: getattr(self.pipeline, name) for name in ("transformer", "vae", *ENCODERS)}
-        return content_fingerprint(parts, self.pipeline.scheduler.to_json_string())
+        return content_fingerprint(parts, dict(self.pipeline.scheduler.config))
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """`transformer/`, which `SD3Transformer2DModel.from_pretrained` reads."""

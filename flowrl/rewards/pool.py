@@ -102,25 +102,28 @@ class RewardPool:
             with self._reporting(worker, f"loads {', '.join(self._components)}", self._load_timeout_s):
                 worker.wait()
 
-    def submit(self, sampled: SampledGroup) -> Future[ScoredGroup]:
-        """The scored group; `result()` raises RewardError if a required component failed for good."""
+    def submit(self, sampled: SampledGroup, *, counted: bool = True) -> Future[ScoredGroup]:
+        """The scored group; `result()` raises RewardError if a required component failed for good.
+
+        What it takes is added to the `totals` if it is `counted`.
+        """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
         if self._threads:
-            return self._threads.submit(self._score, sampled)
+            return self._threads.submit(self._score, sampled, counted)
         future: Future[ScoredGroup] = Future()
         try:
-            future.set_result(self._score(sampled))
+            future.set_result(self._score(sampled, counted))
         except RewardError as error:
             future.set_exception(error)
         return future
 
-    def stream(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
-        """All groups scored, in their order, while `groups` goes on generating. Raises RewardError as `submit` does."""
+    def stream(self, groups: Iterable[SampledGroup], *, counted: bool = True) -> Iterator[ScoredGroup]:
+        """All groups scored, in their order, while `groups` goes on generating. See `submit`."""
         pending: deque[Future[ScoredGroup]] = deque()
         try:
             for group in groups:
-                pending.append(self.submit(group))
+                pending.append(self.submit(group, counted=counted))
                 while pending and pending[0].done():
                     yield pending.popleft().result()
             while pending:
@@ -130,8 +133,10 @@ class RewardPool:
                 future.cancel()
 
     def totals(self) -> dict[str, float]:
-        """Since the pool was made: `samples` scored (once for each component), `seconds` that workers took for them,
-        `retries`, and `dropped/<component>`, the groups that go without an optional component.
+        """Of what was to be counted, since the pool was made.
+
+        `samples` scored (once for each component), `seconds` that workers took for them, `retries`, and
+        `dropped/<component>`, the groups that go without an optional component.
         """
         with self._lock:
             return dict(self._totals)
@@ -146,19 +151,23 @@ class RewardPool:
 
     # -- one group ------------------------------------------------------------------------------------------------
 
-    def _score(self, sampled: SampledGroup) -> ScoredGroup:
-        worker = self._idle.get()
+    def _score(self, sampled: SampledGroup, counted: bool) -> ScoredGroup:
+        worker, spent = self._idle.get(), defaultdict[str, float](float)
         try:
-            found = {name: self._attempt(worker, _request(name, sampled)) for name in self._components}
+            found = {name: self._attempt(worker, _request(name, sampled), spent) for name in self._components}
         finally:
             self._idle.put(worker)
+            if counted:
+                with self._lock:
+                    for name, amount in spent.items():
+                        self._totals[name] += amount
         rewards = {name: scores for name, scores in found.items() if scores is not None}
         if not rewards:
             raise RewardError(", ".join(found), f"prompt {sampled.group.prompt.id!r}", "no component gave a score")
         return ScoredGroup(sampled, rewards)
 
-    def _attempt(self, worker: Worker, request: Request) -> np.ndarray | None:
-        """The scores, or None for an optional component that failed every time."""
+    def _attempt(self, worker: Worker, request: Request, spent: dict[str, float]) -> np.ndarray | None:
+        """The scores, or None for an optional component that failed every time; `spent` is added to."""
         for retries_left in reversed(range(1 + self._retries)):
             started = time.perf_counter()
             try:
@@ -166,16 +175,16 @@ class RewardPool:
                     scores = worker.score(request)
             except RewardError as error:
                 if not self._closed and retries_left:
-                    self._count("retries")
+                    spent["retries"] += 1
                     log.warning("%s; trying again", error)
                 elif self._closed or self._components[request.component].required:
                     raise
                 else:
-                    self._count(f"dropped/{request.component}")
+                    spent[f"dropped/{request.component}"] += 1
                     log.warning("%s; the group goes without this optional component", error)
             else:
-                self._count("samples", len(scores))
-                self._count("seconds", time.perf_counter() - started)
+                spent["samples"] += len(scores)
+                spent["seconds"] += time.perf_counter() - started
                 return scores
         return None
 
@@ -183,10 +192,6 @@ class RewardPool:
         name = f"reward worker {self._workers.index(worker)}" if self._threads else "this process, without a limit,"
         limit = f"; it is killed after {timeout_s:g} s" if self._threads else ""
         return reporting(self._report_stuck_s, lambda: f"{name} {task}{limit}")
-
-    def _count(self, name: str, amount: float = 1) -> None:
-        with self._lock:
-            self._totals[name] += amount
 
 
 def _spawned(index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float) -> Worker:

@@ -24,6 +24,7 @@ class RolloutWorker:
 
     Args:
         run: the configuration.
+        name: of its place.
         mode: in which weights will be published: "lora" asks for an adapter like the trainer's.
     """
 
@@ -31,14 +32,15 @@ class RolloutWorker:
     engine: Engine
     receiver: Receiver
 
-    def __init__(self, run: Config, mode: str) -> None:
+    def __init__(self, run: Config, name: str, mode: str) -> None:
         self.run = run
+        self.name = name
         self.mode = mode
 
     def load(self) -> None:
         """Read the model. What it samples with before the first publication is of no version: it refuses to."""
         run = self.run
-        settle_torch(run)
+        settle_torch(run, self.name)
         device = choose_device(run)
         self.policy = run.model.load(device)
         if self.mode == "lora":

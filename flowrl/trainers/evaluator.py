@@ -76,7 +76,9 @@ class Evaluator:
         return Evaluated(sets, self.full_scores)
 
     def _scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        return sorted(self.rewards.stream(self.draw(groups)), key=lambda scored: scored.sampled.group.ordinal)
+        return sorted(
+            self.rewards.stream(self.draw(groups), counted=False), key=lambda scored: scored.sampled.group.ordinal
+        )
 
 
 def by_component(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:

@@ -97,7 +97,7 @@ class Feed:
         self._restored = deque(self._chunks(self._still_to_draw()))
         self._failures_in_a_row = 0
         self.only_on_demand = self._paused = only_on_demand
-        self._closed = False
+        self._closed = self._draining = False
         self._drawing: dict[int, float] = {}  # since when, by thread
         self._drawn_s = 0.0
         self._scoring = 0
@@ -161,10 +161,11 @@ class Feed:
             yield
 
     def drain(self) -> None:
-        """Submit nothing more, except for what the batch that has been asked for last still needs."""
-        with self._changed:
-            self.pace = replace(self.pace, lead=0, total_cycles=self._num_asked)
-            self._changed.notify_all()
+        """Submit nothing more, except for what a batch that is asked for still needs.
+
+        Called by a signal handler, in the middle of anything: it takes no lock.
+        """
+        self._draining = True
 
     def drawing_seconds(self) -> float:
         """Seconds that workers have drawn up to now, all together."""
@@ -225,7 +226,10 @@ class Feed:
 
     def _allowance(self) -> int:
         balance = self.buffer.accounting()
-        allowed = self.pace.allowance(balance.submitted, balance.num_evicted, self.cycles)
+        pace = self.pace
+        if self._draining:
+            pace = replace(pace, lead=0, total_cycles=min(pace.total_cycles, self._num_asked))
+        allowed = pace.allowance(balance.submitted, balance.num_evicted, self.cycles)
         in_rollout = self.rollout_size - self.data.next_ordinal % self.rollout_size
         most = min(allowed, self._chunk_size(), in_rollout)
         return next((count for count in range(most, 0, -1) if self.buffer.room(count)), 0)

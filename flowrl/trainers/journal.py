@@ -85,7 +85,7 @@ class Journal:
         self._began = time.perf_counter()
         self._seconds_before = 0.0  # of earlier processes
         if start is not None:
-            self._restore(start.document(SHOWN), start.json(STATE)["seconds"])
+            self._restore(start.document(SHOWN), start.json(STATE)["journal"])
 
     def __enter__(self) -> Self:
         info = RunInfo(
@@ -116,9 +116,8 @@ class Journal:
         if self.run.artifacts.every and step % self.run.artifacts.every == 0:
             self.artifacts.write_rollout(step, batch)
 
-    def evaluated(self, step: int, evaluated: Evaluated, scored: dict[str, float]) -> None:
+    def evaluated(self, step: int, evaluated: Evaluated) -> None:
         """An evaluation; its pictures go to the loggers and the run folder."""
-        self._scored = scored  # what evaluation took is not the next train batch's
         self.metrics |= evaluated.metrics()
         for name, groups in evaluated.sets.items():
             self.artifacts.write_evaluation(step, name, groups)
@@ -179,8 +178,8 @@ class Journal:
                 about[name] = json.dumps({"metrics": shown.metrics, "labels": shown.labels})
         return save(tensors, about)
 
-    def _restore(self, shown: bytes, seconds: float) -> None:
-        self._seconds_before = seconds
+    def _restore(self, shown: bytes, state: Mapping[str, Any]) -> None:
+        self._seconds_before, self.names = state["seconds"], set(state["names"])
         self.first, self.last = (_shown(shown, name) for name in ("first", "last"))
 
 

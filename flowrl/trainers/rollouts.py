@@ -110,7 +110,7 @@ class SeparateRollouts:
             gather(self.workers, RolloutWorker.sleep, [()] * len(names))
 
     def _start(self, name: str) -> Remote[RolloutWorker]:
-        return self.cluster.start(name, partial(RolloutWorker, self.run, publication_mode(self.run)))
+        return self.cluster.start(name, partial(RolloutWorker, self.run, name, publication_mode(self.run)))
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -134,11 +134,11 @@ class SeparateRollouts:
             gather(self.workers, RolloutWorker.sleep, [()] * len(self.workers))
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """For the actor's updates while workers draw, and the publication after them.
+    def occupied(self) -> Iterator[None]:
+        """For whatever the trainer asks of the actor while workers draw.
 
-        Inside, the actor's weights are of no version yet. A worker that is replaced meanwhile waits for the end, or it
-        would get them as the version that was published before.
+        A worker that is replaced meanwhile waits for the end. Else it would get weights in the middle of an update, as
+        the version that was published before; and the ranks would be asked by two threads, in different orders.
         """
         with self._lock:
             yield

@@ -99,24 +99,26 @@ class SeparateAsyncTrainer:
             Checkpoints(run, self.total_steps, stages, journal, start, feed.held, feed.drain) as checkpoints,
         ):
             if start is None:
-                journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
-                journal.log(0, stages)
+                with feed.rollouts.occupied():
+                    journal.evaluated(0, self._evaluate(stages))
+                    journal.log(0, stages)
             for step in checkpoints.steps():
                 with stages.timers.phase("step"), self._watched(stages, feed):
                     batch = self._collect(run, stages, feed)
                     advantages = batch_advantages(batch, run.reward.weights, run.algorithm.advantages)
-                    with feed.rollouts.changing():
+                    with feed.rollouts.occupied():
                         with stages.timers.phase("update"), self._overlap(stages, feed):
                             stages.actor.update(batch, advantages)
                         with stages.timers.phase("publish"):
                             stages.rollouts.publish(stages.actor.version)
                     feed.advance()
-                journal.trained(step, batch, advantages, stages.rewards.totals())
-                stages.buffer.trained(group.sampled.group.ordinal for group in batch)
-                if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
-                    journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
-                journal.log(step, stages)
-                checkpoints.after(step)
+                with feed.rollouts.occupied():
+                    journal.trained(step, batch, advantages, stages.rewards.totals())
+                    stages.buffer.trained(group.sampled.group.ordinal for group in batch)
+                    if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
+                        journal.evaluated(step, self._evaluate(stages))
+                    journal.log(step, stages)
+                    checkpoints.after(step)
             if checkpoints.stopped_by is not None:
                 return checkpoints.stopped_by
             journal.finish(stages)

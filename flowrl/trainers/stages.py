@@ -60,7 +60,7 @@ def open_stages(run: Config, total_steps: int, start: Committed | None) -> Itera
             judges = _started(run, run.trainer.eval.rewards, cluster, "judge", closing)
         buffer = closing.enter_context(run.buffer.open(cluster))
         actors = _actors(run, cluster, total_steps * run.algorithm.num_updates_per_batch)
-        actor = ActorFleet(actors, run.algorithm, Noise.of(run.seed), meter)
+        actor = ActorFleet(actors, run.algorithm, Noise.of(run.seed), meter, run.rollout.report_stuck_s)
         rollouts = _rollouts(run, cluster, actor, meter)
         data = GroupSampler(
             load_prompts(run.data.train, run.data.target),
@@ -73,6 +73,8 @@ def open_stages(run: Config, total_steps: int, start: Committed | None) -> Itera
         rewards.warm()
         judges.warm()
         rollouts.publish(actor.version)
+        if start is not None:
+            actor.restore_generators(start.json(STATE)["actor"])
         yield Stages(data, rollouts, rewards, buffer, actor, Evaluator(run, actor.evaluate, judges), meter, timers)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 STATE = "state.json"  # of all stages
@@ -25,32 +28,39 @@ class Counters:
 
 @dataclass(frozen=True)
 class Generators:
-    """The state of torch's global generators, for what strangers' code draws from them; flowrl draws nothing."""
+    """The states of the global generators, for what strangers' code draws from them; flowrl draws nothing."""
 
-    cpu: bytes
-    cuda: bytes | None
+    python: list[Any]
+    numpy: list[Any]
+    cpu: str  # torch's, hexadecimal, like the next
+    cuda: str | None
 
     @classmethod
     def now(cls, device: torch.device) -> Generators:
         """Of the rank that calls."""
-        cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else None
-        return cls(torch.get_rng_state().numpy().tobytes(), cuda)
+        kind, keys, *rest = np.random.get_state()
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(
+            python=list(random.getstate()),
+            numpy=[kind, np.asarray(keys).tolist(), *rest],
+            cpu=_hex(torch.get_rng_state()),
+            cuda=None if cuda is None else _hex(cuda),
+        )
 
     def restore(self, device: torch.device) -> None:
-        """The rank that calls goes on from here."""
-        torch.set_rng_state(_bytes(self.cpu))
+        """The rank that calls goes on from here. Raises ValueError or TypeError for what `now` has not made."""
+        version, internal, gauss = self.python
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = self.numpy
+        np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+        torch.set_rng_state(_tensor(self.cpu))
         if self.cuda is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(_bytes(self.cuda), device)
-
-    def plain(self) -> dict[str, str | None]:
-        """For JSON."""
-        return {"cpu": self.cpu.hex(), "cuda": None if self.cuda is None else self.cuda.hex()}
-
-    @classmethod
-    def of(cls, plain: Mapping[str, str]) -> Generators:
-        """The reverse. Raises KeyError or ValueError for what `plain` has not made."""
-        return cls(bytes.fromhex(plain["cpu"]), None if plain["cuda"] is None else bytes.fromhex(plain["cuda"]))
+            torch.cuda.set_rng_state(_tensor(self.cuda), device)
 
 
-def _bytes(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+def _hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _tensor(state: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

@@ -72,7 +72,7 @@ class SyncTrainer:
             Checkpoints(run, self.total_steps, stages, journal, start) as checkpoints,
         ):
             if start is None:
-                journal.evaluated(0, self._evaluate(stages), stages.rewards.totals())
+                journal.evaluated(0, self._evaluate(stages))
                 journal.log(0, stages)
             for step in checkpoints.steps():
                 with stages.timers.phase("step"):
@@ -85,7 +85,7 @@ class SyncTrainer:
                 journal.trained(step, batch, advantages, stages.rewards.totals())
                 stages.buffer.trained([scored.sampled.group.ordinal for scored in batch])
                 if step == self.total_steps or (self.eval.every and step % self.eval.every == 0):
-                    journal.evaluated(step, self._evaluate(stages), stages.rewards.totals())
+                    journal.evaluated(step, self._evaluate(stages))
                 journal.log(step, stages)
                 checkpoints.after(step)
             if checkpoints.stopped_by is not None:

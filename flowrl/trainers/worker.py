@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with typ
 
 from flowrl.config import Config
 from flowrl.device import choose_device, settle_torch
-from flowrl.distributed.checkpoint.manifest import TENSORS, FileRecord, TensorSpec
+from flowrl.distributed.checkpoint.manifest import TENSORS, CheckpointError, FileRecord, TensorSpec
 from flowrl.distributed.checkpoint.tensors import TensorStore
 from flowrl.distributed.fsdp import fits_gathered, gathered
 from flowrl.distributed.launch.inline import Inline
@@ -37,6 +37,22 @@ from flowrl.trainers.state import Counters, Generators
 from flowrl.types import Drawn, Engine, Group, SampledGroup
 
 
+@dataclass(frozen=True)
+class Written:
+    """This rank's files of a checkpoint, and the tensors of all ranks."""
+
+    files: list[FileRecord]
+    keys: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """A rank could not write its part. An answer, not an error: the others have to end theirs before anyone goes on."""
+
+    rank: int
+    message: str
+
+
 class ActorWorker:
     """The policy, its optimiser, and the engines that sample with the policy's own module.
 
@@ -57,7 +73,7 @@ class ActorWorker:
         self.total_updates = total_updates
         self.rank = rank
         self.meter = Meter()
-        self.engine: Engine | None = None  # opened when it is first asked to draw: only layout shared does
+        self.engine: Engine | None = None  # of layout shared
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -76,7 +92,7 @@ class ActorWorker:
     def load(self) -> None:
         """Read the model, make it trainable, and spread it over the ranks."""
         run, evaluation = self.run, self.run.trainer.eval
-        settle_torch(run)
+        settle_torch(run, f"actor-{self.rank}")
         self.device = choose_device(run)
         noise = Noise.of(run.seed)
         with in_waves(run.actor.fsdp.load_wave_size):
@@ -97,13 +113,14 @@ class ActorWorker:
         self.checkpoints = TensorStore(self.device, run.actor.timeout_s)
         self.checkpoints.reserve(self.actor.state_tensors())
         self.judge = evaluation_engine(run, policy)
+        if run.trainer.layout == "shared":
+            self.engine = run.rollout.engine.open(run, policy)
 
     # ------------------------------------------------------------------------------------------ drawing
 
     def generate(self, groups: Sequence[Group], rollout_id: int, version: int) -> Iterator[tuple[SampledGroup, Drawn]]:
         """The groups drawn with the weights that rollouts sample with, and what is to be trained on beside each."""
-        if self.engine is None:
-            self.engine = self.run.rollout.engine.open(self.run, self.actor.policy)
+        assert self.engine is not None, "another layout's workers draw"
         self.engine.publish(version)
         with self.actor.behaviour(), self._whole():
             for sampled in checked(self.engine, groups, rollout_id, self.run, self.actor.policy, version):
@@ -163,20 +180,22 @@ class ActorWorker:
         self.checkpoints.save(self.actor.state_tensors(), folder / TENSORS, background=background)
         return self.actor.counters(), Generators.now(self.device)
 
-    def written(self, wait: bool) -> tuple[list[FileRecord], dict[str, TensorSpec]] | None:
-        """This rank's files and the tensors of all ranks, or None while they are written. Raises what has failed."""
-        files = self.checkpoints.written(wait=wait)
-        return None if files is None else (files, self.checkpoints.keys)
+    def written(self, wait: bool) -> Written | SaveFailed | None:
+        """What has become of this rank's part; None while it is being written."""
+        try:
+            files = self.checkpoints.written(wait=wait)
+        except (OSError, CheckpointError) as error:
+            return SaveFailed(self.rank, str(error))
+        return None if files is None else Written(files, self.checkpoints.keys)
 
-    def restore(self, folder: Path, counters: Counters, generators: Generators | None) -> None:
-        """Fill the tensors from `folder`; every rank reads what is its own. Raises CheckpointError.
-
-        Generators go on, too, unless the number of ranks has changed: None.
-        """
+    def restore(self, folder: Path, counters: Counters) -> None:
+        """Fill the tensors from `folder`; every rank reads what is its own. Raises CheckpointError."""
         self.checkpoints.load(self.actor.state_tensors(), folder)
         self.actor.restore(counters)
-        if generators is not None:
-            generators.restore(self.device)
+
+    def restore_generators(self, generators: Generators) -> None:
+        """Last of all: what is opened and warmed may draw."""
+        generators.restore(self.device)
 
     # ------------------------------------------------------------------------------------------ publication
 

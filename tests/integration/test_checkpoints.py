@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from flowrl.distributed.checkpoint.manifest import CheckpointError
 from flowrl.distributed.checkpoint.tensors import read_tensors
 from flowrl.preflight import preflight
 from flowrl.trainers.stages import open_stages
+from flowrl.trainers.state import Generators
 from tests.support.killing import num_lines, start, until_end
 from tests.support.runs import command
 
@@ -39,6 +43,7 @@ def test_the_newest_the_regular_and_the_best_stay(tiny_folder: Path, tmp_path: P
     rewards = [json.loads(line).get("reward/mean") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     best = max(range(1, 8), key=lambda step: rewards[step])
     assert Folders(run_dir / "checkpoints").steps() == sorted({4, 6, 7, best})
+    assert json.loads((run_dir / "checkpoints/step_0000007/run.json").read_text())["versions"]["torch"]
     assert (run_dir / "checkpoints/latest").read_text().strip() == "step_0000007"
 
 
@@ -66,6 +71,10 @@ def test_saves_that_fail_are_counted_and_the_last_one_must_not(
     with pytest.raises(CheckpointError, match="step 2 could not be saved"):
         flowrl.train(flowrl.load_config(arguments))
     in_the_way.unlink()
+    last = command(tiny_folder, tmp_path, "misspelt", "checkpoint.every=0", "checkpoint.keep_best=eval/ocr")
+    with pytest.raises(ConfigError, match="no metric of this run"):
+        flowrl.train(flowrl.load_config(last))
+    assert num_lines(tmp_path / "runs/misspelt") == 2, "after the first step, not after the last"
     assert flowrl.train(flowrl.load_config(arguments)) == in_the_way.parent, "the same command starts anew"
 
 
@@ -106,14 +115,24 @@ def _saved_again(run: Config, checkpoint: Committed, root: Path) -> Committed:
         "state.json": json.dumps(checkpoint.json("state.json") | {"actor": actor} | actor).encode(),
         "contract.json": checkpoint.document("contract.json"),
     }
-    return folders.commit(checkpoint.step, folder, documents, *written)
+    return folders.commit(checkpoint.step, folder, documents, written.files, written.keys)
 
 
-def test_generators_of_strangers_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_global_generators_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    """Those that flowrl does not draw from, but somebody's engine or scorer may; seeded in deterministic runs."""
     run = load(tiny_folder, tmp_path, "run", "trainer.total_steps=1")
     run_dir = flowrl.train(flowrl.load_config(command(tiny_folder, tmp_path, "run", "trainer.total_steps=1")))
     saved = open_checkpoint(run_dir / "checkpoints/step_0000001", verify=True)
-    torch.manual_seed(123)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     with open_stages(run, 1, saved):
-        state = torch.get_rng_state().numpy().tobytes().hex()
-    assert state == saved.json("state.json")["actor"]["generators"][0]["cpu"]
+        (now,) = gather_states()
+    assert now == saved.json("state.json")["actor"]["generators"][0]
+    assert before[0].equal(torch.get_rng_state()) and before[1:] == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
+
+
+def gather_states() -> list[dict[str, object]]:
+    """Of this process, as JSON gives them back."""
+    return [json.loads(json.dumps(asdict(Generators.now(torch.device("cpu")))))]

@@ -13,6 +13,7 @@ import pytest
 
 import flowrl
 from flowrl.config import ConfigError
+from flowrl.distributed.checkpoint.folders import Folders
 from flowrl.distributed.checkpoint.manifest import CheckpointError
 from tests.support import tiny
 from tests.support.killing import assert_same, kill_when, num_lines, records, start, until_end
@@ -99,6 +100,13 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_folder: Path, tmp_path: Path) 
     flowrl.train(flowrl.load_config([*arguments, "trainer.total_steps=5"]))
     assert json.loads((run_dir / "run.json").read_text())["resumed_from"] == 2
     assert [record["step"] for record in records(run_dir)] == list(range(6))
+    assert len(list((run_dir / "checkpoints").glob("step_0000004.damaged.*"))) == 1
+    assert Folders(run_dir / "checkpoints").steps() == [4, 5], "and the damaged one did not count"
+    with pytest.raises(ConfigError, match="has gone 5 steps already"):
+        (run_dir / "run.json").write_text((run_dir / "run.json").read_text().replace('"finished": "', '"was": "'))
+        record = json.loads((run_dir / "run.json").read_text())
+        (run_dir / "run.json").write_text(json.dumps(record | {"finished": None}))
+        flowrl.train(flowrl.load_config([*arguments, "trainer.total_steps=4"]))
 
 
 def test_a_run_goes_on_only_with_its_own_base_model(tiny_folder: Path, tmp_path: Path) -> None:
@@ -111,5 +119,10 @@ def test_a_run_goes_on_only_with_its_own_base_model(tiny_folder: Path, tmp_path:
     shutil.copytree(tiny_folder, moved)
     branch = command(moved, tmp_path, "branch", f"resume={run_dir}", constant, "trainer.total_steps=2")
     assert [record["step"] for record in records(flowrl.train(flowrl.load_config(branch)))] == [2]
+    shutil.rmtree(tmp_path / "runs/branch/checkpoints")
+    record = json.loads((tmp_path / "runs/branch/run.json").read_text())
+    (tmp_path / "runs/branch/run.json").write_text(json.dumps(record | {"finished": None}))
+    with pytest.raises(ConfigError, match="Set resume="):  # killed before its first checkpoint, say
+        flowrl.train(flowrl.load_config([word for word in branch if not word.startswith("resume=")]))
     with pytest.raises(ConfigError, match="checkpoint of another run"):
         flowrl.train(flowrl.load_config(command(moved, tmp_path, "new", f"resume={tmp_path / 'runs/new'}", constant)))

@@ -229,6 +229,13 @@ class Folders:
         sealed = [(step, path) for step, path in self._found() if _is_sealed(path)]
         return open_checkpoint(max(sealed)[1], verify=False) if sealed else None
 
+    def set_aside(self, path: Path) -> Path:
+        """A checkpoint that is damaged gets a name that does not count; it is for people to look at, and to remove."""
+        aside = path.with_name(f"{path.name.lstrip('.')}.damaged.{secrets.token_hex(4)}")
+        path.rename(aside)
+        sync(self.root)
+        return aside
+
     def rotate(self, keep: Sequence[int]) -> None:
         """Remove the checkpoints of all other steps, and what was never committed; the newest always stays."""
         stay = {*keep, *self.steps()[-1:]}

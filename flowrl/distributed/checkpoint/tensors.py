@@ -82,13 +82,10 @@ class TensorStore:
         Raises CheckpointError for no tensors, or for tensors that cannot be stored or differ between ranks; and if an
         earlier save failed and no one has asked for its outcome.
         """
-        problem = self._unasked()
+        problem = self._unasked() or self._unreserved()
         everywhere = self._exchange(_Holding.of(tensors, problem))
         self.keys = _merged(everywhere)
         holders = {key: rank for rank, held in reversed(list(enumerate(everywhere))) for key in held.specs}
-        if self._reserving is not None:
-            self._reserving.result()
-            self._reserving = None
         staged = stage(own_parts(tensors, holders, self._rank), self._host)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -118,6 +115,12 @@ class TensorStore:
         self._asked = True
         return "" if error is None else f"the save before failed: {error}"
 
+    def _unreserved(self) -> str:
+        """Why there is no room on the host, if there is none."""
+        reserving, self._reserving = self._reserving, None
+        error = None if reserving is None else reserving.exception()
+        return "" if error is None else f"there is no room for a copy on the host: {str(error).splitlines()[0]}"
+
     # ------------------------------------------------------------------------------------------ loading
 
     def load(self, tensors: Mapping[str, Tensor], folder: Path, *, without: Sequence[str] = ()) -> None:
@@ -129,7 +132,7 @@ class TensorStore:
         Args:
             tensors: by key.
             folder: `Committed.tensors`.
-            without: beginnings of stored keys that may be left unread, as `rng.` of another number of ranks.
+            without: beginnings of stored keys that may be left unread, such as those of single ranks.
 
         Raises CheckpointError naming the first keys that are missing, unexpected or different; also for no keys.
         """

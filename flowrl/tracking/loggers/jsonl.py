@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flowrl.config import ConfigError, Problem
 from flowrl.tracking.files import write_atomic
 from flowrl.tracking.loggers.base import RunInfo
 
@@ -53,7 +54,12 @@ class JSONLSession:
 def rewind(path: Path, first_step: int) -> None:
     """Forget the lines from `first_step` on, and a line that was cut short; the file is replaced whole."""
     if path.exists():
-        write_atomic(path, b"".join(line for step, line in _lines(path) if step < first_step))
+        try:
+            lines = _lines(path)
+        except ValueError as error:
+            hint = "Remove that line, or set name=... to start another run."
+            raise ConfigError(Problem("name", f"the run's metrics are damaged: {error}.", hint)) from error
+        write_atomic(path, b"".join(line for step, line in lines if step < first_step))
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:

@@ -322,6 +322,15 @@ def test_a_draining_feed_completes_the_batch_that_is_collected_and_no_other() ->
         assert b.buffer.accounting().submitted == BATCH
 
 
+def test_a_draining_feed_still_gives_a_batch_that_is_asked_for_afterwards() -> None:
+    """The signal came while the step before was being saved: the trainer takes one more step, and stops then."""
+    with bench(Painter(), lead=2, threads=True, only_on_demand=True) as b:
+        b.train(b.feed.collect(BATCH))
+        b.feed.drain()
+        b.train(b.feed.collect(BATCH))
+        assert b.trained == [0, 1, 2, 3, 4, 5, 6, 7] and b.buffer.accounting().submitted == 2 * BATCH
+
+
 def test_a_draining_feed_replaces_what_fails() -> None:
     with bench(Painter(), lead=2) as b:
         b.feed.drain()  # before anything is asked for
