@@ -253,7 +253,7 @@ def sweep(setting: Setting) -> dict[str, Any]:
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
     """For reading."""
-    return {name: round(value, 3) for name, value in values.items()}
+    return {name: round(value, 3) + 0.0 for name, value in values.items()}
 
 
 def shown(values: dict[str, float], names: Sequence[str] = SHOWN) -> str:

@@ -105,7 +105,7 @@ def main() -> None:
 
 def about(command: str) -> dict[str, Any]:
     """Which asks CUDA for its name: elsewhere."""
-    with ProcessPoolExecutor(1, FORK) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(provenance, command, "diffusers", "peft").result()
 
 
