@@ -1,7 +1,7 @@
 """Does `flowrl.trainers.simulation` predict real runs, and what does it say of larger ones?
 
-    python -m benchmarks.async_sim                      # 12 minutes; writes benchmarks/results/async_sim.json
-    python -m benchmarks.async_sim --checks sleeping    # 6 minutes
+    python -m benchmarks.async_sim                      # 11 minutes; writes benchmarks/results/async_sim.json
+    python -m benchmarks.async_sim --checks computing   # 3 minutes
 
 One short run of `sync` gives the durations; from them all other runs are predicted and then made. Each is a run of the
 command with real processes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +172,7 @@ def new_folder(out: str) -> Iterator[Path]:
     path = Path(out)
     _refuse_existing(path)
     try:
-        with atomic_folder(path) as partial:
+        with atomic_folder(path, f"{secrets.token_hex(4)}.") as partial:  # another export may have the same name
             try:
                 yield partial
                 _refuse_existing(path)  # that somebody else made meanwhile

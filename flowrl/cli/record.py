@@ -71,6 +71,13 @@ def exclusive(run: Config) -> Iterator[None]:
         yield
 
 
+def model_path(run: Config) -> str | None:
+    """Where the run had its model from; None if it is not told by a path."""
+    config = OmegaConf.load(run.run_dir / "config.yaml")
+    path: str | None = OmegaConf.select(config, "model.path")
+    return path
+
+
 def has_progress(run: Config) -> bool:
     """Whether anything came of the run in this folder."""
     metrics = run.run_dir / METRICS

@@ -24,14 +24,17 @@ def is_finished(run: Config, cfg: DictConfig) -> bool:
         ConfigError: it holds another run, one that is being written, or one that may not go on (`resume=never`).
     """
     past = record.past(run)
-    if past is None or not record.has_progress(run):
+    if past is None or not (past.finished or record.has_progress(run)):
         return False
     if past.finished is None:
         with record.exclusive(run):  # which fails if that run still goes on
             pass
-    _compare(f"{run.run_dir} holds a run", past.contract, contract(run, cfg), run)
+    _compare(past.contract, run, cfg)
     if past.finished is not None and run.trainer.total_steps <= past.steps:
         return True
+    if past.finished is not None and not Folders(run.checkpoints_dir).steps():
+        message = f"is {run.trainer.total_steps}, but {run.run_dir} is finished, and its checkpoints are gone."
+        raise ConfigError(Problem("trainer.total_steps", message, "Set name=... to start another run."))
     if run.resume == "never":
         message = f"is never, and {run.run_dir} holds a run that can go on."
         raise ConfigError(Problem("resume", message, "Set name=... to start another, or remove the folder."))
@@ -50,6 +53,7 @@ def starting_point(run: Config, cfg: DictConfig) -> Committed | None:
         return None
     own = _own(run)
     if own is not None:
+        _compare(_settings(own), run, cfg)
         return own
     if run.resume == "auto":
         past = record.past(run)
@@ -58,7 +62,13 @@ def starting_point(run: Config, cfg: DictConfig) -> Committed | None:
             raise ConfigError(Problem("resume", message, f"Set resume={past.began_from}."))
         return None
     found = _named(Path(run.resume), run)
-    _compare(f"{found.path} belongs to a run", _settings(found), contract(run, cfg), run)
+    table = differences(_settings(found), contract(run, cfg))
+    if table:
+        hint = "Set them as they were there, or choose another checkpoint."
+        raise ConfigError(Problem("resume", f"{found.path} belongs to a run with other settings:\n{table}\n{hint}"))
+    if found.step >= run.trainer.total_steps:
+        message = f"is {run.trainer.total_steps}, and {found.path} has gone {found.step} steps already."
+        raise ConfigError(Problem("trainer.total_steps", message, "Set it higher."))
     return found
 
 
@@ -94,14 +104,18 @@ def _named(path: Path, run: Config) -> Committed:
     if path.absolute().is_relative_to(run.run_dir.absolute()):
         hint = "To go on from an earlier step of a run, give the new one another name=..."
         raise ConfigError(Problem("resume", f"must be a checkpoint of another run, got {path}.", hint))
-    if (path / "checkpoints").is_dir():
-        newest, _ = _newest_good(path / "checkpoints")
+    hint = "Set it to auto, never, a checkpoint's folder or a run's."
+    if not run.resume or not path.is_dir():
+        raise ConfigError(Problem("resume", f"must be auto, never or a folder, got {run.resume!r}."))
+    folder = next((each for each in (path / "checkpoints", path) if Folders(each).steps()), None)
+    if folder is not None:
+        newest, damaged = _newest_good(folder)
         if newest is not None:
             return newest
+        raise ConfigError(Problem("resume", f"no checkpoint can be read: {next(iter(damaged.values()))}", hint))
     try:
         return open_checkpoint(path, verify=True)
     except CheckpointError as error:
-        hint = "Set it to auto, never, a checkpoint's folder or a run's."
         raise ConfigError(Problem("resume", str(error), hint)) from error
 
 
@@ -110,8 +124,8 @@ def _settings(checkpoint: Committed) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name != "base"}
 
 
-def _compare(what: str, before: dict[str, Any], now: dict[str, Any], run: Config) -> None:
-    table = differences(before, now)
+def _compare(before: dict[str, Any], run: Config, cfg: DictConfig) -> None:
+    table = differences(before, contract(run, cfg))
     if table:
         hint = f"Set them back, or set name=... to start another run, or remove {run.run_dir}."
-        raise ConfigError(Problem("name", f"{what} with other settings:\n{table}\n{hint}"))
+        raise ConfigError(Problem("name", f"{run.run_dir} holds a run with other settings:\n{table}\n{hint}"))

@@ -67,6 +67,8 @@ def train(cfg: DictConfig) -> Path:
     run = preflight(cfg)
     if resume.is_finished(run, cfg):
         notice = f"{run.run_dir} holds this run, finished. Start another with name=..., or remove the folder."
+        if (model := record.model_path(run)) != cfg.model.get("path"):
+            notice += f" Its model was that of {model}."
         Terminal().out(notice, highlight=False)
         return run.run_dir
     with record.exclusive(run):

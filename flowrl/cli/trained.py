@@ -78,6 +78,9 @@ def read_trained(folder: Path, checkpoint: str | None, weights: str | None) -> T
     if weights == FINAL and checkpoint is not None:
         message = f"cannot be {FINAL} with a checkpoint: those are the weights at the run's end."
         raise ConfigError(Problem("weights", message, "Leave one of the two out."))
+    if weights == FINAL and (folder / FINAL).is_dir() and not _is_finished(folder):
+        message = f"{folder / FINAL} is of an earlier end: the run has been begun again since."
+        raise ConfigError(Problem("weights", message, "Leave it out to take those of the newest checkpoint."))
     if weights == FINAL or (weights is None and checkpoint is None and _is_finished(folder)):
         return Trained(str(folder / FINAL), _final(folder / FINAL), _any_base(folder))
     chosen = open_checkpoint(_committed(folder, checkpoint), verify=True)

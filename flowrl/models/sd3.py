@@ -77,10 +77,10 @@ class SD3:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
         source = resolve_path(self.path)
         absent = absent_parts(source, OPTIONAL)
+        with quiet_loading():
+            from diffusers import StableDiffusion3Pipeline  # its faults, and an interrupt in it, are none of the folder
         try:
             with quiet_loading():
-                from diffusers import StableDiffusion3Pipeline
-
                 pipeline = StableDiffusion3Pipeline.from_pretrained(
                     source, revision=self.revision, torch_dtype=getattr(torch, self.dtype), **absent
                 )
@@ -123,7 +123,7 @@ class SD3:
             from diffusers.utils import logging
 
             logging.set_verbosity_error()  # it remarks on text encoders that the adapter does not adapt
-            pipeline = StableDiffusion3Pipeline.from_pretrained(folder, **absent_parts(str(folder), OPTIONAL))
+            pipeline = StableDiffusion3Pipeline.from_pretrained(str(folder), **absent_parts(str(folder), OPTIONAL))
             if adapter is not None:
                 pipeline.load_lora_weights(adapter)
         pipeline.set_progress_bar_config(disable=True)

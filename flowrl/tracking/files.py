@@ -19,13 +19,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, mark: str = "") -> Iterator[Path]:
     """Yields an empty folder to fill; when the block ends it takes the place of `path`, files synced to the disk.
 
     If the block raises, or the process dies in it, `path` is as before and a hidden `.partial` folder is left, which
-    the next attempt at the same path begins by removing.
+    the next attempt at the same path begins by removing. Where several processes may try at once, each has its `mark`.
     """
-    partial, old = _hidden(path, "partial"), _hidden(path, "old")
+    partial, old = _hidden(path, f"{mark}partial"), _hidden(path, f"{mark}old")
     for leftover in (partial, old):
         if leftover.exists():
             shutil.rmtree(leftover)

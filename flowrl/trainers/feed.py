@@ -160,6 +160,15 @@ class Feed:
         with self._changed:
             yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No chunk is begun inside. A publication waits for what a worker draws, and must not wait for more."""
+        self._set_paused(True)
+        try:
+            yield
+        finally:
+            self._set_paused(self.only_on_demand)
+
     def drain(self) -> None:
         """Submit nothing more, except for what a batch that is asked for still needs.
 

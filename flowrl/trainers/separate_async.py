@@ -109,7 +109,7 @@ class SeparateAsyncTrainer:
                     with feed.rollouts.occupied():
                         with stages.timers.phase("update"), self._overlap(stages, feed):
                             stages.actor.update(batch, advantages)
-                        with stages.timers.phase("publish"):
+                        with stages.timers.phase("publish"), feed.paused():
                             stages.rollouts.publish(stages.actor.version)
                     feed.advance()
                 with feed.rollouts.occupied():

@@ -270,8 +270,9 @@ class Run:
     def _publish(self) -> Process[None]:
         """A worker answers between two chunks, three times; while it receives it waits for all the others, too.
 
-        Its next chunk is asked for as soon as the last one ends, so one may come between two of these answers.
+        No chunk is begun meanwhile.
         """
+        self._pause(True)
         sent = Event()
         yield from _all([worker.ask(_nothing()) for worker in self._workers])
         arrived = [Event() for _ in self._workers]
@@ -281,6 +282,7 @@ class Run:
         sent.happen()
         yield from _all(received)
         yield from _all([worker.ask(_commit(worker, self.version + 1)) for worker in self._workers])
+        self._pause(self.setting.sync_compatible)
 
     # ------------------------------------------------------------------------------------------ drawing
 

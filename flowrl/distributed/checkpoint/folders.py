@@ -251,7 +251,7 @@ class Folders:
             name = path.name
             if (aside := _REPLACED.fullmatch(name)) and not (self.root / aside[1]).exists():
                 name = aside[1]
-            if (match := _STEP.fullmatch(name)) and is_folder(path):
+            if (match := _STEP.fullmatch(name)) and path.is_dir():  # or a link to one, on a larger disk
                 yield int(match[1]), path
 
     def _clear(self) -> None:
@@ -279,7 +279,10 @@ def _is_sealed(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """The seal first: no half of a checkpoint ever looks whole."""
+    """The seal first: no half of a checkpoint ever looks whole. Of what is no folder, the name alone."""
+    if not is_folder(path):
+        path.unlink()
+        return
     (path / COMMITTED).unlink(missing_ok=True)
     sync(path)
     shutil.rmtree(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from flowrl.tracking.loggers.base import RunInfo
 
 FILENAME = "metrics.jsonl"
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class JSONLLogger:
@@ -28,6 +31,8 @@ class JSONLLogger:
 
     def start(self, run: RunInfo) -> JSONLSession:
         path = run.run_dir / FILENAME
+        if run.resumed_from is not None and not path.exists():
+            log.warning("%s is gone: the series begins anew after step %d", path, run.resumed_from)
         rewind(path, run.first_step)
         return JSONLSession(path)
 

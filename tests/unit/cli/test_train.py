@@ -140,10 +140,8 @@ def test_more_steps_of_a_finished_run_are_the_same_run_unless_its_rate_comes_dow
     base: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command([*base, "+trainer.total_steps=3"])
-    assert command([*base, "+trainer.total_steps=4", "resume=never"]) == 2
-    assert "resume: is never, and runs/run holds a run that can go on." in capsys.readouterr().err
-    (Path("runs/run") / "fitted").unlink()
-    assert command([*base, "+trainer.total_steps=4"]) == 0 and (Path("runs/run") / "fitted").exists()
+    assert command([*base, "+trainer.total_steps=4"]) == 2
+    assert "total_steps: is 4, but runs/run is finished, and its checkpoints are gone." in capsys.readouterr().err
     command([*base, "name=cosine", "actor.optimizer.schedule=cosine", "+trainer.total_steps=3"])
     assert command([*base, "name=cosine", "actor.optimizer.schedule=cosine", "+trainer.total_steps=4"]) == 2
     assert "trainer.total_steps  3" in capsys.readouterr().err
@@ -160,7 +158,12 @@ def test_a_run_that_was_asked_to_stop_has_its_own_statuses(
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [("nowhere", "There is no checkpoint nowhere."), ("runs/run", "must be a checkpoint of another run")],
+    [
+        ("nowhere", "must be auto, never or a folder, got 'nowhere'."),
+        ("''", "must be auto, never or a folder, got ''."),
+        ("..", ".. was never committed"),
+        ("runs/run", "must be a checkpoint of another run"),
+    ],
 )
 def test_resume_must_name_a_checkpoint(
     base: list[str], capsys: pytest.CaptureFixture[str], value: str, said: str

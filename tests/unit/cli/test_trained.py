@@ -77,10 +77,11 @@ def test_a_finished_run_gives_its_end(tmp_path: Path) -> None:
     assert read_trained(tmp_path, None, None).base == "abc"
 
 
-def test_a_run_that_was_begun_again_has_an_older_end(tmp_path: Path) -> None:
+def test_a_run_that_was_begun_again_has_an_older_end_which_is_not_taken_for_its_own(tmp_path: Path) -> None:
     finish(tmp_path, at=None)
     checkpoint(tmp_path, 20, "weights")
-    assert taken(tmp_path) == 20 and taken(tmp_path, weights="final") == 9
+    assert taken(tmp_path) == 20
+    assert "is of an earlier end: the run has been begun again since." in refusal(tmp_path, weights="final")
 
 
 def test_what_there_is_not(tmp_path: Path) -> None:
