@@ -73,7 +73,7 @@ class ActorWorker:
         self.total_updates = total_updates
         self.rank = rank
         self.meter = Meter()
-        self.engine: Engine | None = None  # of layout shared
+        self.engine: Engine | None = None  # opened when it is first asked to draw, or with the model in layout shared
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -113,14 +113,15 @@ class ActorWorker:
         self.checkpoints = TensorStore(self.device, run.actor.timeout_s)
         self.checkpoints.reserve(self.actor.state_tensors())
         self.judge = evaluation_engine(run, policy)
-        if run.trainer.layout == "shared":
+        if run.trainer.layout == "shared":  # now, since opening may draw from a global generator
             self.engine = run.rollout.engine.open(run, policy)
 
     # ------------------------------------------------------------------------------------------ drawing
 
     def generate(self, groups: Sequence[Group], rollout_id: int, version: int) -> Iterator[tuple[SampledGroup, Drawn]]:
         """The groups drawn with the weights that rollouts sample with, and what is to be trained on beside each."""
-        assert self.engine is not None, "another layout's workers draw"
+        if self.engine is None:
+            self.engine = self.run.rollout.engine.open(self.run, self.actor.policy)
         self.engine.publish(version)
         with self.actor.behaviour(), self._whole():
             for sampled in checked(self.engine, groups, rollout_id, self.run, self.actor.policy, version):

@@ -28,7 +28,7 @@ PUBLICATIONS = [
     ("actor=lora", "merged"),
 ]
 # By default each mode is tried in one of the layouts: processes take seconds to start.
-TRIED = {("standalone", "full"), ("colocated", "lora"), ("standalone", "merged")}
+TRIED = {("standalone", "full"), ("colocated", "lora")}
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,7 @@ def test_a_part_that_hangs_is_ended_and_shows_where(bench: Bench) -> None:
     assert faults(attempt("late", Part(good, 30), bench, time.monotonic() + 10)) == ["no time was left"]
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_killed_ends_the_command(bench: Bench) -> None:
     models(bench)
     found = killed(bench)

@@ -34,7 +34,7 @@ def lethal(folder: Path, here: Path, name: str) -> list[str]:
 
 def test_killed_at_three_places_it_ends_as_if_nothing_had_happened(tiny_folder: Path, tmp_path: Path) -> None:
     """In the rollout, in an update and while a checkpoint is written; metrics, weights and state bit for bit."""
-    undisturbed = flowrl.train(flowrl.load_config(lethal(tiny_folder, tmp_path, "undisturbed")))
+    assert until_end(start(lethal(tiny_folder, tmp_path, "undisturbed"))) == 0, "with as many threads as the others"
     arguments, run_dir = lethal(tiny_folder, tmp_path, "killed"), tmp_path / "runs/killed"
     for place, after in (("rollout", 1), ("update", 4)):
         process = start(arguments)
@@ -48,7 +48,7 @@ def test_killed_at_three_places_it_ends_as_if_nothing_had_happened(tiny_folder: 
     assert kill_when(process, lambda: any(checkpoints.glob(".step_*.saving"))) == -signal.SIGKILL
     assert sorted(path.name for path in checkpoints.glob("step_*")) == whole, "the one that was being written"
     assert until_end(start(arguments)) == 0
-    assert_same(run_dir, undisturbed, STEPS)
+    assert_same(run_dir, tmp_path / "runs/undisturbed", STEPS)
     assert not list(checkpoints.glob(".*")), "what the kills left is gone"
 
 

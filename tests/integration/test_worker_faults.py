@@ -92,6 +92,7 @@ def test_a_rank_that_is_lost_ends_the_update_with_its_own_error(
     assert_gone(pids)
 
 
+@pytest.mark.campaign  # by default a worker is killed in test_async_faults
 def test_a_rollout_worker_that_dies_is_replaced_and_nothing_is_lost_or_doubled(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

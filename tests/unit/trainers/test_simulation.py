@@ -88,7 +88,7 @@ def test_steps_that_fill_and_empty_the_pipeline_do_not_count() -> None:
     found = simulate(ASYNC, num_steps=10)
     assert len(found.steps) == 10
     assert found.steps[0].staleness_max == 0 and found.staleness_mean == 0.5
-    assert found.steps[-1].rollout_idle == 1 and found.rollout_idle < 0.1
+    assert found.steps[-1].rollout_idle > 5 * found.rollout_idle, "what no step would use is not drawn"
     assert simulate(ASYNC, num_steps=1).steps[0].step_s == pytest.approx(8 + 3 + 0.5)
 
 
@@ -131,7 +131,7 @@ def test_every_group_is_accounted_for(setting: Setting) -> None:
     for step in run.steps:
         assert step.staleness_max <= setting.max_staleness
         assert step.step_s == pytest.approx(step.wait_s + step.update_s + step.publish_s)
-        assert all(0 <= share <= 1 + 1e-9 for share in (step.actor_idle, step.overlap))
+        assert all(-1e-9 <= share <= 1 + 1e-9 for share in (step.actor_idle, step.overlap))
     assert sum(step.num_evicted for step in run.steps) == run.num_evicted
 
 
