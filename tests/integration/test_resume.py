@@ -89,6 +89,24 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tiny_folder: Path, t
     assert [record["step"] for record in records(run_dir)] == list(range(STEPS + 1))
 
 
+@pytest.mark.campaign
+def test_ctrl_c_while_generation_overlaps_loses_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    """Groups in flight are drawn again; every group is trained once."""
+    free = ("trainer=separate_async", "trainer.mini_batch_size=2", "launcher=spawn", "algorithm.old_log_prob=rollout")
+    arguments, run_dir = command(tiny_folder, tmp_path, "free", *free, "artifacts.every=1"), tmp_path / "runs/free"
+    arguments.append("artifacts.keep=99")
+    process = start(arguments)
+    while num_lines(run_dir) < 3:
+        time.sleep(0.001)
+    os.kill(process.pid or 0, signal.SIGINT)
+    assert until_end(process) == 1
+    assert until_end(start(arguments)) == 0
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["buffer/trained"] == last["buffer/submitted"] == 2 * STEPS and last["buffer/in_flight"] == 0
+    trained = [path.name for path in (run_dir / "artifacts/rollouts").glob("*/*")]
+    assert len(trained) == len(set(trained)) == 2 * STEPS
+
+
 def test_a_damaged_checkpoint_is_passed_over(tiny_folder: Path, tmp_path: Path) -> None:
     """One bit of a tensor: the one before it is taken, and the run ends as it would have."""
     arguments = command(tiny_folder, tmp_path, "damaged", "actor.optimizer.schedule=constant")
