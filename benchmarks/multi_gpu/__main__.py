@@ -136,8 +136,8 @@ def attempt(name: str, part: Part, bench: Bench, deadline: float) -> Found:
     if result.exists():
         found: Found = json.loads(result.read_text())
         return wall | found
-    tail = log.read_text(errors="replace")[-4000:]
-    print(tail, flush=True)
+    tail = log.read_text(errors="replace")[-20000:]  # the frame in which it hangs comes before those that led there
+    print(tail[-4000:], flush=True)
     error = f"took longer than {limit_s:.0f} s" if late else f"ended with exit code {process.exitcode}"
     return wall | {"error": error, "log": tail}
 
