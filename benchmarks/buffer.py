@@ -20,13 +20,11 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ import numpy as np
 import ray
 import torch
 
-import flowrl
+from benchmarks.provenance import provenance
 from flowrl.buffer.ledger import Ledger
 from flowrl.buffer.memory import AsItIs, MemoryBuffer
 from flowrl.buffer.replay import ReplayBuffer
@@ -69,16 +67,10 @@ def main() -> None:
 
 def report(arguments: argparse.Namespace, results: dict[str, Any], busy: float, with_queue: bool) -> dict[str, Any]:
     """The results with what they were measured on."""
-    packages = ("torch", "numpy", "ray", *(("TransferQueue",) if with_queue else ()))
+    command = " ".join(["python", "-m", "benchmarks.buffer", *sys.argv[1:]])
     return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        **provenance(command, "numpy", "ray", *(("TransferQueue",) if with_queue else ())),
         "load_before": round(busy, 2),
-        "versions": {
-            "python": platform.python_version(),
-            "flowrl": flowrl.__version__,
-            **{name: version(name) for name in packages},
-        },
         "megabytes": arguments.megabytes,
         "repeats": arguments.repeats,
         "groups": arguments.groups,
@@ -279,7 +271,6 @@ def calls(buffer: ReplayBuffer, num_groups: int, repeats: int) -> dict[str, Any]
         buffer.take(1)
         timed("trained", lambda ordinal=ordinal: buffer.trained([ordinal]))
         timed("evict", lambda lost=lost: buffer.evict(lost.ordinal, "stale"))
-        timed("stale", lambda: buffer.stale(version=num_groups, max_staleness=num_groups - 1))
         timed("room", lambda: buffer.room(1))
         timed("accounting", buffer.accounting)
     return {

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import flowrl
+from benchmarks.provenance import provenance
 
 SCORE, PERFECT = "eval/heldout/ocr_mean", "eval/heldout/ocr_perfect"
 RESULTS = Path(__file__).parent / "results"
@@ -125,18 +121,9 @@ def _proportional_bytes(pid: int) -> int:
 
 def report(recipe: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     """The results with what they were measured on."""
-    packages = ("torch", "diffusers", "transformers", "rapidocr", "onnxruntime")
-    return {
-        "recipe": recipe,
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU",
-        "versions": {
-            "python": platform.python_version(),
-            "flowrl": flowrl.__version__,
-            **{name: version(name) for name in packages},
-        },
-        "runs": results,
-    }
+    command = " ".join(["python", "-m", "benchmarks.main_job", *sys.argv[1:]])
+    about = provenance(command, "diffusers", "transformers", "rapidocr", "onnxruntime")
+    return {"recipe": recipe, **about, "runs": results}
 
 
 if __name__ == "__main__":

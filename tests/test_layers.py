@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "flowrl"
 
 # Lower ranks know nothing of higher ones; packages of one rank do not know each other.
 RANKS = [
-    {"config", "flow", "prompts", "rows"},
+    {"config", "files", "flow", "prompts", "rows"},
     {"build"},
     {"types", "device"},
     {"algorithms", "models", "distributed", "tiny"},

@@ -76,7 +76,6 @@ class Record:
     scored: ScoredGroup | None = None  # while it is finished or taken
     num_bytes: int = 0
     rank: tuple[Any, int] = (None, 0)  # its place among the finished
-    version: int = 0  # of the weights that sampled it
 
 
 @dataclass
@@ -96,7 +95,6 @@ class Ledger:
     order: Order | None = None
     _records: dict[State, dict[int, Record]] = field(default_factory=lambda: {state: {} for state in State}, init=False)
     _finished: list[tuple[Any, int]] = field(default_factory=list, init=False)  # sorted: (key, ordinal)
-    _by_version: dict[int, dict[int, None]] = field(default_factory=dict, init=False)  # finished ordinals
     _newest: int = field(default=-1, init=False)  # ordinal
     _submitted: int = field(default=0, init=False)
     _trained: int = field(default=0, init=False)
@@ -133,7 +131,6 @@ class Ledger:
             raise ValueError(f"buffer.order gave {key} for group {ordinal}, which is not comparable.")
         bisect_left(self._finished, (key, ordinal))  # raises TypeError for another kind of key, before anything changes
         record.scored, record.rank, record.num_bytes = scored, (key, ordinal), weight(scored)
-        record.version = scored.sampled.sampling.policy_version
         self._num_bytes += record.num_bytes
         self._largest = max(self._largest, record.num_bytes)
         self._move(record, State.FINISHED)
@@ -208,11 +205,6 @@ class Ledger:
     def num_to_come(self) -> int:
         """How many are to be drawn, or are being drawn, or may be drawn again."""
         return sum(len(records) for state, records in self._records.items() if state not in WITH_DATA)
-
-    def stale(self, version: int, max_staleness: int) -> list[int]:
-        """Ordinals of finished groups that were sampled more than `max_staleness` versions before `version`."""
-        old = [sampled_by for sampled_by in self._by_version if version - sampled_by > max_staleness]
-        return sorted(ordinal for sampled_by in old for ordinal in self._by_version[sampled_by])
 
     def accounting(self) -> Accounting:
         """The balance now."""
@@ -292,7 +284,6 @@ class Ledger:
         self._records[state][record.group.ordinal] = record
         if state is State.FINISHED:
             insort(self._finished, record.rank)
-            self._by_version.setdefault(record.version, {})[record.group.ordinal] = None
 
     def _remove(self, record: Record) -> None:
         self._leave(record)
@@ -303,9 +294,6 @@ class Ledger:
         del self._records[record.state][ordinal]
         if record.state is State.FINISHED:
             del self._finished[bisect_left(self._finished, record.rank)]
-            del self._by_version[record.version][ordinal]
-            if not self._by_version[record.version]:
-                del self._by_version[record.version]
 
 
 def _data(records: Iterable[Record]) -> list[ScoredGroup]:

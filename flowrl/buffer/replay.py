@@ -166,11 +166,6 @@ class ReplayBuffer:
         with self._changed:
             return self._ledger.failed()
 
-    def stale(self, version: int, max_staleness: int) -> list[int]:
-        """Ordinals of finished groups that were sampled more than `max_staleness` versions before `version`."""
-        with self._changed:
-            return self._ledger.stale(version, max_staleness)
-
     def accounting(self) -> Accounting:
         """The balance now."""
         with self._changed:

@@ -167,7 +167,7 @@ def new_folder(out: str) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    from flowrl.tracking.files import atomic_folder
+    from flowrl.files import atomic_folder
 
     path = Path(out)
     _refuse_existing(path)

@@ -98,7 +98,7 @@ def _print(found: Compared, source: str) -> None:
 def _write(file: Path, run: Config, source: str, found: Compared) -> None:
     """Replace the JSON file."""
     from flowrl.cli.statistics import CONFIDENCE, METHOD
-    from flowrl.tracking.files import write_atomic
+    from flowrl.files import write_atomic
 
     record = {
         "trained": source,

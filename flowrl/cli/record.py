@@ -22,7 +22,7 @@ import flowrl
 from flowrl.config import Config, ConfigError, Problem
 from flowrl.data.prompts import fingerprint
 from flowrl.distributed.checkpoint.folders import Committed, Folders
-from flowrl.tracking.files import write_atomic
+from flowrl.files import write_atomic
 from flowrl.tracking.loggers.jsonl import FILENAME as METRICS
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "rapidocr", "onnxruntime", "ray")

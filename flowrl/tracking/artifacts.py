@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowrl.tracking.files import atomic_folder, remove_folder
+from flowrl.files import atomic_folder, remove_folder
 from flowrl.types import Drawn, Rows, Sampling, ScoredGroup
 
 

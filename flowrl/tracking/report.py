@@ -16,9 +16,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from flowrl.files import write_atomic
 from flowrl.tracking.console import duration, label, number
 from flowrl.tracking.curves import SMOOTHED_FROM, Chart, Line
-from flowrl.tracking.files import write_atomic
 from flowrl.tracking.loggers.jsonl import FILENAME as METRICS
 from flowrl.tracking.loggers.jsonl import read_metrics
 from flowrl.tracking.style import CSS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flowrl.tracking.files import write_atomic
+from flowrl.files import write_atomic
 
 FILENAME = "summary.json"
 

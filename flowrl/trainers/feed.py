@@ -100,7 +100,6 @@ class Feed:
         self._closed = self._draining = False
         self._drawing: dict[int, float] = {}  # since when, by thread
         self._drawn_s = 0.0
-        self._scoring = 0
         self._threads = ThreadPoolExecutor(len(rollouts.workers), "flowrl-feed") if threads else None
 
     def __enter__(self) -> Self:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flowrl.config import Config
 from flowrl.distributed.checkpoint.folders import Committed
+from flowrl.files import atomic_folder
 from flowrl.tracking.artifacts import ArtifactStore
-from flowrl.tracking.files import atomic_folder
 from flowrl.tracking.loggers.base import RunInfo
 from flowrl.tracking.metrics import reward_metrics
 from flowrl.tracking.pictures import before_after_sheet

@@ -25,16 +25,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from flowrl.distributed.checkpoint.files import (
+from flowrl.distributed.checkpoint.manifest import TENSORS, CheckpointError, FileRecord, Manifest, TensorSpec
+from flowrl.files import (
     is_folder,
-    replace_synced,
     sha256,
     sha256_of,
     size_of,
     sync,
+    write_atomic,
     write_synced,
 )
-from flowrl.distributed.checkpoint.manifest import TENSORS, CheckpointError, FileRecord, Manifest, TensorSpec
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -206,7 +206,7 @@ class Folders:
         write_synced(temp / COMMITTED, sha256(manifest.dump()).encode() + b"\n")
         sync(temp)
         path = self._rename(temp, self.path(step))
-        replace_synced(self.root / LATEST, f"{path.name}\n".encode())
+        write_atomic(self.root / LATEST, f"{path.name}\n".encode())
         return Committed(path, step, manifest.files, manifest.tensors)
 
     def steps(self) -> list[int]:

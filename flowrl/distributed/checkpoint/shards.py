@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from flowrl.distributed.checkpoint.files import new_file
 from flowrl.distributed.checkpoint.manifest import TENSORS, CheckpointError, FileRecord, TensorSpec
 from flowrl.distributed.fsdp import local_tensor
 from flowrl.distributed.offload import HostMemory
+from flowrl.files import new_file
 
 FILE_BYTES = 2**32
 """About the most of one file, so that several threads write, hash and verify."""

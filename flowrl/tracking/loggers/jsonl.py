@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.config import ConfigError, Problem
-from flowrl.tracking.files import write_atomic
+from flowrl.files import write_atomic
 from flowrl.tracking.loggers.base import RunInfo
 
 FILENAME = "metrics.jsonl"

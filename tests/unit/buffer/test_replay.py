@@ -105,14 +105,6 @@ def test_misuse_names_the_group_its_state_and_the_call(make_buffer: MakeBuffer) 
     assert (buffer.accounting().submitted, buffer.accounting().in_flight[State.TAKEN]) == (2, 1)
 
 
-def test_stale_groups_are_those_of_old_weights(make_buffer: MakeBuffer) -> None:
-    buffer = with_finished(make_buffer(), 1, 2, 3, 4)
-    buffer.take(1)
-    assert buffer.stale(version=4, max_staleness=1) == [2]
-    assert buffer.stale(version=9, max_staleness=5) == [2, 3]
-    assert buffer.stale(version=4, max_staleness=2) == []
-
-
 def test_a_resumed_run_draws_again_what_was_in_flight(make_buffer: MakeBuffer) -> None:
     buffer = with_finished(make_buffer(), 1, 2, 3, 4)
     buffer.submit([group(5), group(6), group(7)])

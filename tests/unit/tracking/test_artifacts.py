@@ -18,7 +18,7 @@ from flowrl.flow.solvers import DPM2, Euler, Solver
 from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
 from flowrl.types import Conditions, Drawn, Group, SampledGroup, Sampling, ScoredGroup, Trajectory
-from tests.unit.tracking.test_files import kill_while_writing
+from tests.unit.test_files import kill_while_writing
 
 K, S = 3, 2
 

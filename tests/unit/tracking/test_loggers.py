@@ -27,7 +27,7 @@ from flowrl.tracking.loggers.tensorboard import TensorBoardLogger
 from flowrl.tracking.loggers.wandb import WandbLogger
 from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
-from tests.unit.tracking.test_files import kill_while_writing
+from tests.unit.test_files import kill_while_writing
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "logger"
 PICTURES = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 32, 80, 3), np.uint8)

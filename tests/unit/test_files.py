@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.tracking.files import atomic_folder, remove_folder, write_atomic
+from flowrl.files import atomic_folder, remove_folder, write_atomic
 
 WRITER = """
 import sys, itertools
 from pathlib import Path
-from flowrl.tracking.files import atomic_folder, write_atomic
+from flowrl.files import atomic_folder, write_atomic
 root = Path(sys.argv[1])
 print("ready", flush=True)
 for i in itertools.count():

@@ -1,9 +1,10 @@
-"""Files that are on the disk when a function returns, and their hashes."""
+"""Files and folders that are either whole or not there, whenever the process is killed; and their hashes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,8 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def replace_synced(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the new one, whenever the process is killed."""
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: a reader sees the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     write_synced(partial, data)
@@ -52,9 +53,9 @@ def replace_synced(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def sync(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's bytes, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -73,3 +74,36 @@ def size_of(path: Path) -> int | None:
 def is_folder(path: Path) -> bool:
     """A folder itself, not a link to one."""
     return path.is_dir() and not path.is_symlink()
+
+
+@contextmanager
+def atomic_folder(path: Path, mark: str = "") -> Iterator[Path]:
+    """Yields an empty folder to fill; when the block ends it takes the place of `path`, files synced to the disk.
+
+    If the block raises, or the process dies in it, `path` is as before and a hidden `.partial` folder is left, which
+    the next attempt at the same path begins by removing. Where several processes may try at once, each has its `mark`.
+    """
+    partial, old = _hidden(path, f"{mark}partial"), _hidden(path, f"{mark}old")
+    for leftover in (partial, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir(parents=True)
+    yield partial
+    for item in [*partial.rglob("*"), partial]:
+        sync(item)
+    if path.exists():
+        path.rename(old)  # a folder cannot be replaced in one move
+    partial.rename(path)
+    sync(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder without its ever being seen half removed."""
+    old = path if path.name.startswith(".") else path.rename(_hidden(path, "old"))
+    shutil.rmtree(old)
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")
