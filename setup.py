@@ -27,7 +27,7 @@ EXTRAS = {
     "vllm": ["vllm==0.30.0", "vllm-omni==0.30.0"],
     "transfer_queue": ["TransferQueue>=0.1.11,<0.2"],
     "server": ["fastapi>=0.115", "uvicorn>=0.30"],
-    "video": ["av>=13"],
+    "video": ["imageio[ffmpeg]>=2.37"],
     "pretrain": ["matplotlib>=3.9"],
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
     "test": TEST,

@@ -44,6 +44,7 @@ class Sampler:
     height: int = 512
     width: int = 512
     frames: int = 1
+    fps: float = 16.0  # at which videos play that are written; changes nothing else
     guidance_scale: float = 1.0  # v_u + g (v_c - v_u); 1 = off
     dynamics: Any = MISSING  # flow.dynamics: the stochastic step
     steps: Any = MISSING  # flow.steps: which steps are stochastic and trained

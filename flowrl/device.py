@@ -22,10 +22,13 @@ def choose_device(run: Config) -> torch.device:
 
 
 def settle_torch(run: Config, place: str) -> None:
-    """`deterministic`, for a process that does nothing else: the worker at `place`.
+    """`deterministic`, and attention that can be relied on, for a process that does nothing else: the worker at `place`.
 
     flowrl draws from keyed generators alone. The global ones are for code that is not its own, an engine or a scorer.
     """
+    # On Hopper torch prefers cuDNN's attention, whose backward pass has given NaN with masks (pytorch issue 196678, torch
+    # 2.11) and illegal memory accesses (169849); flash and memory-efficient attention have the same interface.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
@@ -38,13 +41,14 @@ def settle_torch(run: Config, place: str) -> None:
 @contextmanager
 def torch_settings(run: Config) -> Iterator[None]:
     """The same for the length of a run; the next one in this process has its own."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     settle_torch(run, "driver")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])

@@ -44,13 +44,21 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_atomic(path: Path, data: bytes, mark: str = "", *, durable: bool = True) -> None:
+    """Replace `path` by `data`: a reader sees the old file or the new one, never a part.
+
+    Where several processes may write the same file at once, each has its `mark`. Without `durable` nobody waits for the
+    disk: that is for files that can be made again, whose reader notices what a power failure has left of them.
+    """
+    partial = _hidden(path, f"{mark}partial")
     partial.unlink(missing_ok=True)
-    write_synced(partial, data)
+    if durable:
+        write_synced(partial, data)
+    else:
+        partial.write_bytes(data)
     partial.replace(path)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:

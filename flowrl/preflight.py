@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +24,7 @@ from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
 from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.distributed.launch.base import Launcher
 from flowrl.distributed.launch.ray import Ray
-from flowrl.distributed.lora import ADAPTER_FILES
+from flowrl.distributed.lora import ADAPTER_FILES, adapter_files
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.schedule import Schedule
@@ -125,6 +126,7 @@ _AT_LEAST = {
     "checkpoint.max_failures": 1,
 }
 _POSITIVE = (
+    "sampler.fps",
     "actor.lora.alpha",
     "actor.optimizer.lr",
     "actor.optimizer.eps",
@@ -164,6 +166,9 @@ def _ranges(run: Config) -> Iterator[Problem]:
     decay = run.actor.ema.decay
     if not 0 <= decay < 1:
         yield Problem("actor.ema.decay", f"must be in [0, 1), got {decay}.")
+    if isinstance(run.model, PolicyConfig) and run.model.task == "t2i" and run.sampler.frames > 1:
+        message = f"must be 1 for a model that draws pictures (model.task=t2i), got {run.sampler.frames}."
+        yield Problem("sampler.frames", message, "Set it to 1, or choose a model of videos.")
 
 
 def _not_positive(path: str, value: float) -> Iterator[Problem]:
@@ -222,7 +227,7 @@ def _particulars(run: Config) -> Iterator[Problem]:
 
 def _types(run: Config) -> Iterator[Problem]:
     """Each part must be what its place asks for."""
-    yield from _expected("model", run.model, PolicyConfig, "a model: a dataclass with load(device)")
+    yield from _expected("model", run.model, PolicyConfig, "a model: a dataclass with task and load(device)")
     yield from _expected("sampler.dynamics", run.sampler.dynamics, Dynamics, "a Dynamics of flowrl.flow.dynamics")
     yield from _expected("sampler.steps", run.sampler.steps, Steps, "a Steps of flowrl.flow.steps")
     yield from _expected("sampler.solver", run.sampler.solver, Solver, "a Solver of flowrl.flow.solvers")
@@ -351,7 +356,7 @@ def _lora_start(lora: LoRA) -> Iterator[Problem]:
         yield Problem("actor.lora.init", message)
     elif lora.init == "orthogonal" and lora.rank % 2:
         yield Problem("actor.lora.rank", f"must be even with actor.lora.init=orthogonal, got {lora.rank}.")
-    if lora.warm_start is not None and not any((Path(lora.warm_start) / name).is_file() for name in ADAPTER_FILES):
+    if lora.warm_start is not None and not adapter_files(Path(lora.warm_start)):
         message = f"{lora.warm_start!r} holds no adapter: there is neither {' nor '.join(ADAPTER_FILES)}."
         yield Problem("actor.lora.warm_start", message)
 
@@ -361,7 +366,7 @@ def _lora_start(lora: LoRA) -> Iterator[Problem]:
 
 def _prompts(run: Config) -> Iterator[Problem]:
     if run.data.train is not None:
-        yield from _prompt_file("data.train", run.data.train, run.data.target)
+        yield from _prompt_file("data.train", run.data.train, run)
 
 
 def _rewards(run: Config) -> Iterator[Problem]:
@@ -401,13 +406,20 @@ def _evaluation(run: Config) -> Iterator[Problem]:
         yield Problem("trainer.eval.dynamics", f"must be ode or same, got {settings.dynamics!r}.")
     for name, path in settings.sets.items():
         yield from _plain_name("trainer.eval.sets", name)
-        yield from _prompt_file(f"trainer.eval.sets.{name}", path, run.data.target)
+        yield from _prompt_file(f"trainer.eval.sets.{name}", path, run)
 
 
-def _prompt_file(path: str, file: str, target: str) -> Iterator[Problem]:
-    if target not in TARGETS:
+def _prompt_file(path: str, file: str, run: Config) -> Iterator[Problem]:
+    if run.data.target not in TARGETS:
         return
     try:
-        load_prompts(file, target)
+        prompts = load_prompts(file, run.data.target)
     except PromptFileError as error:
         yield Problem(path, str(error))
+        return
+    if isinstance(run.model, PolicyConfig):
+        others = Counter(prompt.metadata.get("task", run.model.task) for prompt in prompts)
+        del others[run.model.task]
+        if others:
+            message = f"{file}: {others.total()} of {len(prompts)} prompts are for {', '.join(map(str, others))}"
+            yield Problem(path, f"{message}, but model.task is {run.model.task}.")

@@ -11,6 +11,8 @@ from torch import Tensor
 
 SHARED = {"shared": True}
 """Metadata of a field that all rows have in common: it is neither indexed nor concatenated."""
+RAGGED = {"ragged": True}
+"""Metadata of tensors [B, L, ...] whose L may differ between parts: joined, the shorter ones end in zeros."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Rows:
                     raise ValueError(f"{cls.__name__}.{f.name} differs between the parts to be joined")
                 merged[f.name] = values[0]
             else:
-                merged[f.name] = _join(values)
+                merged[f.name] = _join(_padded(values) if f.metadata.get("ragged") else values)
         return replace(parts[0], **merged)
 
     def _map(self, function: Any, *, include_shared: bool = False) -> Self:
@@ -67,6 +69,18 @@ def _take(value: Any, index: Tensor) -> Any:
     if isinstance(value, Rows):
         return value.rows(index)
     return tuple(value[i] for i in index.tolist())
+
+
+def _padded(values: list[Any]) -> list[Any]:
+    """All of the length of the longest."""
+    longest = max((value.shape[1] for value in values if value is not None), default=0)
+    return [value if value is None else _lengthened(value, longest) for value in values]
+
+
+def _lengthened(value: Tensor, length: int) -> Tensor:
+    if value.shape[1] == length:
+        return value
+    return torch.cat([value, value.new_zeros(len(value), length - value.shape[1], *value.shape[2:])], dim=1)
 
 
 def _join(values: list[Any]) -> Any:

@@ -149,7 +149,7 @@ class SampledGroup:
     """A group after the rollout: pictures for the rewards, and a handle of the `Drawn` for the actor."""
 
     group: Group
-    images: np.ndarray | None  # uint8 [K, H, W, 3] in pixels; None when the rollout keeps latents only
+    images: np.ndarray | None  # uint8 [K, H, W, 3], of videos [K, F, H, W, 3]; None when the rollout keeps latents only
     sampling: Sampling
     drawn: Handle
 
@@ -210,7 +210,10 @@ class Scorer(Protocol):
         ...
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """float64 [B] for uint8 RGB images [B, H, W, 3] and their prompts. Raises on failure, never a stand-in."""
+        """float64 [B] for uint8 RGB images [B, H, W, 3] and their prompts. Raises on failure, never a stand-in.
+
+        Of videos it is shown the frames that its component's `frames` chooses, one by one.
+        """
         ...
 
 
@@ -355,7 +358,7 @@ class Policy(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> np.ndarray:
-        """uint8 pictures [B, H, W, 3] from final latents [B, ...]."""
+        """uint8 pictures [B, H, W, 3], or videos [B, F, H, W, 3] (task t2v), from final latents [B, ...]."""
         ...
 
     def fingerprint(self) -> str:
@@ -373,6 +376,11 @@ class Policy(Protocol):
 @runtime_checkable
 class PolicyConfig(Protocol):
     """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
+
+    @property
+    def task(self) -> str:
+        """What it draws: t2i (pictures from text) | t2v (videos)."""
+        ...
 
     def load(self, device: torch.device) -> Policy:
         """Read the weights, for computing on `device`.

@@ -34,6 +34,7 @@ HEAVY = {
     "onnxruntime": {"rewards"},
     "paddleocr": {"rewards"},
     "matplotlib": {"tiny"},
+    "imageio": {"tracking"},
 }
 AT_ONCE = {"cli", "tiny"}  # composition, and the making of tiny_sd3: nothing else is done there
 MODULES = sorted(PACKAGE.rglob("*.py"))

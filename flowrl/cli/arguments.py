@@ -61,7 +61,7 @@ class Tool:
             print(self.usage())
             return 0
         try:
-            self._guarded(parse(self.schema, arguments))
+            self._guarded(self.settings(arguments))
         except ConfigError as error:
             print(self._complaint(error), file=sys.stderr)
             return 2
@@ -72,6 +72,10 @@ class Tool:
             print(f"\n{self.name}: interrupted.", file=sys.stderr)
             return 130
         return 0
+
+    def settings(self, arguments: Sequence[str]) -> Any:
+        """What `carry_out` is given. Raises ConfigError."""
+        return parse(self.schema, arguments)
 
     def usage(self) -> str:
         """The page of `-h`: every key with its default and one line about it."""

@@ -14,9 +14,10 @@ from flowrl.data.prompts import fingerprint
 FREE = (
     "actor.fsdp", "actor.gradient_checkpointing", "actor.max_skipped_updates", "actor.micro_batch_size",
     "actor.num_ranks", "actor.timeout_s", "artifacts", "buffer", "checkpoint", "device", "launcher", "logger",
-    "model.cache_mb", "model.path", "model.revision", "name", "recipe", "resume", "rollout", "runs",
-    "trainer.drop_incomplete_groups", "trainer.eval.every", "trainer.layout", "trainer.max_failed_rollouts_in_a_row",
-    "trainer.max_incomplete_group_refill_rounds", "trainer.total_steps", "weight_sync",
+    "model.cache_dir", "model.cache_mb", "model.path", "model.revision", "name", "recipe", "resume", "rollout", "runs",
+    "sampler.fps", "trainer.drop_incomplete_groups", "trainer.eval.every", "trainer.layout",
+    "trainer.max_failed_rollouts_in_a_row", "trainer.max_incomplete_group_refill_rounds", "trainer.total_steps",
+    "weight_sync",
     *(f"{section}.{name}" for section in ("reward", "trainer.eval.rewards")
       for name in ("num_workers", "report_stuck_s", "retries", "timeout_s")),
 )  # fmt: skip

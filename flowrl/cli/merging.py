@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flowrl.cli.arguments import Failure
 from flowrl.config import LoRA
+from flowrl.distributed.networks import NETWORKS, by_network
 from flowrl.distributed.weight_sync.source import Merged, is_lora
 
-MODULE = "transformer"  # the folder of what is trained
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 OTHER_WEIGHTS = (".bin", ".ckpt", ".msgpack", ".h5", ".onnx", ".pb", ".pkl", ".pt", ".pth")  # some of them pickles
@@ -44,9 +44,16 @@ def merge(base: Path, out: Path, tensors: Mapping[str, Tensor], lora: LoRA | Non
         Failure: the base is no such folder, or the weights do not fit it.
     """
     check(tensors)
-    _carry_over(base, out)
+    parts = {network or NETWORKS[0]: own for network, own in by_network(tensors).items()}
+    _carry_over(base, out, tuple(parts))
+    for network, own in parts.items():
+        _merge_network(base / network, out / network, own, lora, dtype)
+
+
+def _merge_network(
+    source: Path, target: Path, tensors: Mapping[str, Tensor], lora: LoRA | None, dtype: torch.dtype
+) -> None:
     pending = dict(tensors)
-    source, target = base / MODULE, out / MODULE
     target.mkdir()
     _link(source / "config.json", target / "config.json")
     weight_map: dict[str, str] = {}
@@ -122,10 +129,10 @@ def _weight_files(folder: Path) -> list[Path]:
 # ---------------------------------------------------------------------------------------------- the rest of the folder
 
 
-def _carry_over(base: Path, out: Path) -> None:
-    """Every part of the pipeline but the transformer, the list of them, and the licence."""
+def _carry_over(base: Path, out: Path, trained: tuple[str, ...]) -> None:
+    """Every part of the pipeline but the trained ones, the list of them, and the licence."""
     listed = _json(base / "model_index.json")
-    parts = [name for name, kind in listed.items() if isinstance(kind, list) and any(kind) and name != MODULE]
+    parts = [name for name, kind in listed.items() if isinstance(kind, list) and any(kind) and name not in trained]
     files = [base / "model_index.json", *base.glob("LICENSE*")]
     for name in parts:
         if Path(name).name != name or not (base / name).is_dir():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flowrl.types import Policy, SampledGroup
 
 BASE = "base"
+CHANGED = ("num_steps", "guidance_scale", "height", "width", "frames", "fps")  # of the sampler
 
 
 @dataclass
@@ -42,12 +43,14 @@ class Sample:
     guidance_scale: float | None = option("1 is without guidance; null: the run's", None)
     height: int | None = option("pixels; null: the run's", None)
     width: int | None = option("pixels; null: the run's", None)
+    frames: int | None = option("of a video; null: the run's", None)
+    fps: float | None = option("frames per second at which videos play; null: the run's", None)
     batch_size: int = option("pictures in one forward", 16)
     device: str = option("where they are drawn", "auto", choices=("auto", "cpu", "cuda"))
 
 
 def sample(settings: Sample) -> None:
-    """Make the folder: a PNG for each picture, all of them in grid.png, and samples.json."""
+    """Make the folder: a file for each picture or video, all of them in grid.png, and samples.json."""
     check(settings)
     prompts = _prompts(settings)
     with new_folder(settings.out) as out:
@@ -55,7 +58,7 @@ def sample(settings: Sample) -> None:
         groups = _drawn(settings, policy, sampler, prompts)
         _write(out, groups, sampler, source, settings.seed)
     count = len(prompts) * settings.samples_per_prompt
-    print(f"{settings.out}: {count} picture{'s' * (count > 1)} of {source}; all of them are in grid.png.")
+    print(f"{settings.out}: {count} sample{'s' * (count > 1)} of {source}; all of them are in grid.png.")
 
 
 def check(settings: Sample) -> None:
@@ -68,11 +71,14 @@ def check(settings: Sample) -> None:
     for name in ("model", "adapter"):
         if vars(settings)[name] is not None and (settings.weights, settings.checkpoint) != (None, None):
             problems.append(Problem(name, "is drawn instead of a run's weights.", "Leave weights and checkpoint out."))
-    least = {"samples_per_prompt": 1, "num_steps": 1, "batch_size": 1, "height": 1, "width": 1, "guidance_scale": 0}
+    least = {"samples_per_prompt": 1, "num_steps": 1, "batch_size": 1, "height": 1, "width": 1, "frames": 1}
+    least |= {"guidance_scale": 0}
     for name, low in least.items():
         value = vars(settings)[name]
         if value is not None and not value >= low:
             problems.append(Problem(name, f"must be at least {low}, got {value}."))
+    if settings.fps is not None and not settings.fps > 0:
+        problems.append(Problem("fps", f"must be greater than 0, got {settings.fps}."))
     if problems:
         raise ConfigError(*problems)
 
@@ -129,7 +135,7 @@ def _of_model(settings: Sample) -> Config:
 
 
 def _sampler(settings: Sample, run: Config) -> Sampler:
-    changed = {name: vars(settings)[name] for name in ("num_steps", "guidance_scale", "height", "width")}
+    changed = {name: vars(settings)[name] for name in CHANGED}
     if settings.run is not None and settings.num_steps is None:
         changed["num_steps"] = run.trainer.eval.num_steps
     return replace(run.sampler, **{name: value for name, value in changed.items() if value is not None})
@@ -152,27 +158,27 @@ def _drawn(settings: Sample, policy: Policy, sampler: Sampler, prompts: list[Pro
 def _write(out: Path, groups: list[SampledGroup], sampler: Sampler, source: str, seed: int) -> None:
     """`00003_1.png` is the second picture of the fourth prompt."""
     import numpy as np
-    from PIL import Image
 
     from flowrl.tracking.pictures import gallery
+    from flowrl.tracking.video import file_name, save, still
 
     images, captions, samples = [], [], []
     for sampled in groups:
         assert sampled.images is not None
         prompt = sampled.group.prompt
         for slot, picture in enumerate(sampled.images):
-            file = f"{sampled.group.ordinal:05d}_{slot}.png"
-            Image.fromarray(picture).save(out / file)
+            file = file_name(f"{sampled.group.ordinal:05d}_{slot}", picture)
+            save(picture, out / file, sampler.fps)
             samples.append({"file": file, "prompt": prompt.text, "negative_prompt": prompt.negative, "slot": slot})
-            images.append(picture)
+            images.append(still(picture))
             captions.append(prompt.target or prompt.text)
     gallery(np.stack(images), captions).save(out / "grid.png")
-    settings = {name: vars(sampler)[name] for name in ("num_steps", "guidance_scale", "height", "width")}
+    settings = {name: vars(sampler)[name] for name in CHANGED}
     record = {"source": source, "seed": seed, **settings, "samples": samples}
     (out / "samples.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-TOOL = Tool("sample", "Draws prompts: a PNG of each picture, and a grid of them all.", Sample, sample)
+TOOL = Tool("sample", "Draws prompts: a file of each picture or video, and a grid of them all.", Sample, sample)
 
 if __name__ == "__main__":
     TOOL.main()

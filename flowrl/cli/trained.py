@@ -23,7 +23,8 @@ from flowrl.config import Config, ConfigError, Problem
 from flowrl.distributed.checkpoint.folders import Committed, Folders, open_checkpoint
 from flowrl.distributed.checkpoint.manifest import CheckpointError
 from flowrl.distributed.checkpoint.tensors import read_tensors
-from flowrl.distributed.lora import ADAPTER_FILES, add_lora, read_adapter, restore, saved_name, train_fully
+from flowrl.distributed.lora import add_lora, read_adapter, restore, saved_name, train_fully
+from flowrl.distributed.networks import NETWORKS, joined
 from flowrl.types import LoadError, Policy
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
@@ -133,16 +134,23 @@ def _any_base(folder: Path) -> str | None:
 
 def _final(folder: Path) -> dict[str, Tensor]:
     """What `Actor.save` has written: an adapter, or the whole transformer."""
-    adapter = folder / ADAPTER_FILES[0]
-    files = [adapter] if adapter.is_file() else sorted((folder / "transformer").glob("*.safetensors"))
-    if not files:
-        message = f"{folder} holds no weights: has the run come to its end?"
-        raise ConfigError(Problem("weights", message, "Leave weights out to take those of a checkpoint."))
-    read = read_adapter if adapter.is_file() else load_file
     try:
-        return {name: tensor for file in files for name, tensor in read(file).items()}
+        found = read_adapter(folder) or _read_networks(folder)
     except SafetensorError as error:
         raise ConfigError(Problem("weights", f"{folder} cannot be read: {error}.")) from error
+    if not found:
+        message = f"{folder} holds no weights: has the run come to its end?"
+        raise ConfigError(Problem("weights", message, "Leave weights out to take those of a checkpoint."))
+    return found
+
+
+def _read_networks(folder: Path) -> dict[str, Tensor]:
+    found = {network: _read_all(folder / network) for network in NETWORKS if (folder / network).is_dir()}
+    return joined(found) if len(found) > 1 else found.get(NETWORKS[0], {})
+
+
+def _read_all(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def check_base(policy: Policy, trained: Trained) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from flowrl.config import ConfigError, LoRA, Problem
 from flowrl.distributed.fsdp import assert_writable, full_tensor, is_first
+from flowrl.distributed.networks import NETWORKS, by_network, joined, network_of, own_name
 
 ADAPTER = "default"
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # diffusers' and peft's
@@ -100,18 +102,31 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 def load_adapter(module: nn.Module, folder: Path) -> None:
     """Copy a saved adapter's weights. Raises ConfigError unless names, shapes and alpha agree one to one."""
-    path = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
-    if path is None:
+    files = adapter_files(folder)
+    if not files:
         raise ConfigError(Problem("actor.lora.warm_start", f"{folder} holds none of {', '.join(ADAPTER_FILES)}."))
     try:
-        restore(module, read_adapter(path))
+        restore(module, read_adapter(folder))
     except ValueError as error:
         message = f"{folder}: {error}"
         raise ConfigError(Problem("actor.lora.warm_start", message, "Do rank and targets agree?")) from error
-    alpha, saved = module.peft_config[ADAPTER].lora_alpha, _saved_alpha(path)  # type: ignore[union-attr, index]
-    if saved is not None and saved != alpha:
-        message = f"{folder} was trained with alpha {saved}, not {alpha}."
-        raise ConfigError(Problem("actor.lora.warm_start", message, f"Set actor.lora.alpha={saved}."))
+    alpha = module.peft_config[ADAPTER].lora_alpha  # type: ignore[union-attr, index]
+    for path in files.values():
+        saved = _saved_alpha(path)
+        if saved is not None and saved != alpha:
+            message = f"{path.parent} was trained with alpha {saved}, not {alpha}."
+            raise ConfigError(Problem("actor.lora.warm_start", message, f"Set actor.lora.alpha={saved}."))
+
+
+def adapter_files(folder: Path) -> dict[str, Path]:
+    """The file of the adapter in `folder`, under ""; or that of each network's, by the network's name. May be empty."""
+    files = {
+        network: file
+        for network in ("", *NETWORKS)
+        for file in [folder / network / name for name in reversed(ADAPTER_FILES)]
+        if file.is_file()
+    }
+    return {"": files[""]} if "" in files else files
 
 
 @torch.no_grad()
@@ -149,7 +164,7 @@ def save_adapter(module: nn.Module, folder: Path) -> None:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Any) -> None:
-    """An adapter as `pipe.load_lora_weights(folder)` takes it, and as peft does.
+    """An adapter as `pipe.load_lora_weights(folder)` takes it, and as peft does; of several networks, a folder each.
 
     diffusers' file has alpha in its metadata, else it would be lost; peft's has `adapter_config.json` beside it.
 
@@ -158,6 +173,12 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Any) ->
         tensors: by the names that `adapter_tensors` gives.
         settings: peft's `LoraConfig`.
     """
+    for network, own in by_network(tensors).items():
+        layers = {own_name(layer) for layer in settings.target_modules if network_of(layer) in ("", network)}
+        _write_one(folder / network, own, replace(settings, target_modules=layers))
+
+
+def _write_one(folder: Path, tensors: Mapping[str, Tensor], settings: Any) -> None:
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
     about = json.dumps({f"transformer.{name}": value for name, value in plain.items()}, sort_keys=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,10 +188,15 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Any) ->
         save_file(named, folder / file, metadata={"format": "pt", "lora_adapter_metadata": about})
 
 
-def read_adapter(path: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's file, by the names that `adapter_tensors` gives."""
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the adapter in `folder`, by the names that `adapter_tensors` gives."""
     prefixes = "|".join(map(re.escape, ADAPTER_PREFIXES))
-    return {re.sub(rf"^({prefixes})", "", name): tensor for name, tensor in load_file(path).items()}
+    return joined(
+        {
+            network: {re.sub(rf"^({prefixes})", "", name): tensor for name, tensor in load_file(path).items()}
+            for network, path in adapter_files(folder).items()
+        }
+    )
 
 
 def adapter_settings(folder: Path) -> LoRA:
@@ -179,7 +205,8 @@ def adapter_settings(folder: Path) -> LoRA:
     Its own weights are the warm start.
     """
     try:
-        plain = json.loads((folder / "adapter_config.json").read_text())
+        first = next(iter(adapter_files(folder).values()), folder / ADAPTER_FILES[0])
+        plain = json.loads(first.with_name("adapter_config.json").read_text())
         rank, alpha, targets = int(plain["r"]), float(plain["lora_alpha"]), sorted(plain["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{folder} holds no adapter_config.json that says its rank, alpha and layers."

@@ -122,7 +122,8 @@ class DynamicShift(Schedule):
 class WanUniPC(Schedule):
     """Wan's schedule: diffusers' UniPCMultistepScheduler with `use_flow_sigmas`, which starts at 0.999999.
 
-    As of diffusers 0.42; older releases start at 0.999. flow_shift is 3.0 for 480p and 5.0 for 720p.
+    As of diffusers 0.42; older releases start at 0.999. flow_shift is 3.0 for 480p and 5.0 for 720p. Truncated,
+    1000 sigma is diffusers' integer timestep.
     """
 
     flow_shift: float = 3.0
@@ -134,7 +135,7 @@ class WanUniPC(Schedule):
         """See `Schedule.sigmas`; the image size does not matter."""
         sigmas = static_shift(np.linspace(1, 1 / 1000, num_steps + 1)[:-1], self.flow_shift)
         sigmas[0] -= 1e-6  # at exactly 1 UniPC's log signal-to-noise ratio is infinite
-        return sigmas
+        return _with_timesteps(sigmas)
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,17 @@ def _needed(schedule: Schedule, image_seq_len: int | None) -> int:
     if image_seq_len < 1:
         raise ValueError(f"image_seq_len must be at least 1, got {image_seq_len}")
     return image_seq_len
+
+
+def _with_timesteps(sigmas: np.ndarray) -> np.ndarray:
+    """`sigmas` in float32, rounded so that 1000 sigma keeps the whole part that it has in float64: Wan's timestep.
+
+    It changes last bits where 1000 sigma is almost an integer, which a shift of 1 makes common.
+    """
+    rounded = sigmas.astype(np.float32)
+    while True:
+        crossed = np.floor(rounded * np.float32(1000)) - np.floor(sigmas * 1000)
+        if not crossed.any():
+            return rounded
+        toward = (crossed < 0).astype(np.float32)
+        rounded = np.where(crossed == 0, rounded, np.nextafter(rounded, toward))

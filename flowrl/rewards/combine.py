@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config import Config, Particular, Problem
+from flowrl.rewards.frames import AllFrames, Frames, UniformFrames, VideoScorer, chosen
 from flowrl.types import ScoredGroup, Scorer
 
 Combiner = Callable[[Mapping[str, Tensor], Mapping[str, float], Tensor], Tensor]
@@ -24,17 +25,20 @@ class Component:
     """One reward among others.
 
     Args:
-        scorer: a `types.Scorer`.
+        scorer: a `types.Scorer`; of videos, it may be a `rewards.frames.VideoScorer`.
         weight: of its advantages (`combine=weighted_sum`, `gdpo`) or of its scores (`raw`); 0 only logs it, and a
             negative one punishes.
         required: if it fails for good the run stops; else the group goes without it, which is counted.
         perfect: the full score, if there is one: evaluation reports the share of samples that reach it.
+        frames: of videos: which frames the scorer gets, a `rewards.frames.Frames`. None gives a `VideoScorer` all of
+            them, and any other scorer eight, evenly spaced.
     """
 
     scorer: Any
     weight: float = 1.0
     required: bool = True
     perfect: float | None = None
+    frames: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.scorer, Scorer):
@@ -43,6 +47,14 @@ class Component:
             raise ValueError(f"weight must be a finite number, got {self.weight}")
         if self.perfect is not None and not math.isfinite(self.perfect):
             raise ValueError(f"perfect must be a finite number or null, got {self.perfect}")
+        if self.frames is not None and not isinstance(self.frames, Frames):
+            raise ValueError(f"frames must have choose(num_frames), or be null, got {self.frames!r}")
+
+    def scored_part(self, images: np.ndarray) -> np.ndarray:
+        """What the scorer gets: pictures [K, H, W, 3] as they are, of videos [K, F, H, W, 3] the chosen frames."""
+        if images.ndim == 4:
+            return images
+        return chosen(images, self.frames or (AllFrames() if isinstance(self.scorer, VideoScorer) else UniformFrames()))
 
     def problems(self, run: Config) -> list[Problem]:
         """The scorer's own."""

@@ -12,6 +12,7 @@ import numpy as np
 from Levenshtein import distance
 
 from flowrl.config import Particular, Problem
+from flowrl.rewards.frames import as_pictures
 from flowrl.rewards.recognisers import Line, Recogniser
 
 if TYPE_CHECKING:
@@ -101,6 +102,24 @@ class OCR:
         if self.normalise == "none":
             return text
         return unicodedata.normalize(self.normalise, text)  # type: ignore[arg-type]  # one of FORMS
+
+
+@dataclass(kw_only=True, eq=False)
+class VideoOCR(OCR):
+    """Flow-GRPO's reward of videos: the mean over the frames in which something of the target can be read.
+
+    Frames that score 0 do not count, so that the text need not be there all the time; if all do, the score is 0. The
+    published scorer has no substring rule and looks at every fourth frame, which is for the component to say: `frames`.
+    """
+
+    substring: bool = False
+
+    def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+        """float64 [K] in [0, 1]. Raises ValueError for a prompt without a target, by its id."""
+        scores = self.score(*as_pictures(videos, prompts)).reshape(videos.shape[:2])
+        num_read = (scores > 0).sum(axis=1)
+        means: np.ndarray = scores.sum(axis=1) / np.maximum(num_read, 1)
+        return means
 
 
 def _target(prompt: Prompt) -> str:

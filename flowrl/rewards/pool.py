@@ -152,9 +152,9 @@ class RewardPool:
     # -- one group ------------------------------------------------------------------------------------------------
 
     def _score(self, sampled: SampledGroup, counted: bool) -> ScoredGroup:
-        worker, spent = self._idle.get(), defaultdict[str, float](float)
+        worker, spent, parts = self._idle.get(), defaultdict[str, float](float), self._components.items()
         try:
-            found = {name: self._attempt(worker, _request(name, sampled), spent) for name in self._components}
+            found = {name: self._attempt(worker, _request(name, part, sampled), spent) for name, part in parts}
         finally:
             self._idle.put(worker)
             if counted:
@@ -198,8 +198,14 @@ def _spawned(index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_t
     return ProcessWorker(scorers, timeout_s, load_timeout_s)
 
 
-def _request(component: str, sampled: SampledGroup) -> Request:
+def _request(name: str, component: Component, sampled: SampledGroup) -> Request:
+    """Only what is scored goes to the worker: a second of video has megabytes."""
     group, images = sampled.group, sampled.images
     if images is None:
-        raise RewardError(component, f"prompt {group.prompt.id!r}", "the rollout kept no pictures to score")
-    return Request(component, images, group.prompt, tuple(group.sample_id(slot) for slot in range(len(images))))
+        raise RewardError(name, f"prompt {group.prompt.id!r}", "the rollout kept no pictures to score")
+    ids = tuple(group.sample_id(slot) for slot in range(len(images)))
+    try:
+        part = component.scored_part(images)
+    except ValueError as error:
+        raise RewardError(name, f"prompt {group.prompt.id!r}", str(error)) from error
+    return Request(name, part, group.prompt, ids)

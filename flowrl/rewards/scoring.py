@@ -6,11 +6,13 @@ Free of torch, like everything that a worker imports: a process that only reads 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from flowrl.rewards.frames import VideoScorer, as_pictures
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
@@ -35,10 +37,10 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """All pictures of one prompt for one component."""
+    """All pictures of one prompt for one component, or the frames of its videos that are to be scored."""
 
     component: str
-    images: np.ndarray  # uint8 [K, H, W, 3]
+    images: np.ndarray  # uint8 [K, H, W, 3], or of videos [K, n, H, W, 3]
     prompt: Prompt
     sample_ids: tuple[str, ...]
 
@@ -57,13 +59,36 @@ def load(component: str, scorer: Scorer) -> None:
 
 
 def score(scorers: Mapping[str, Scorer], request: Request) -> np.ndarray:
-    """The checked scores float64 [K]. Raises RewardError for whatever goes wrong in the scorer or with its scores."""
-    prompts = [request.prompt] * len(request.images)
+    """The checked scores float64 [K]. Raises RewardError for whatever goes wrong in the scorer or with its scores.
+
+    Of videos, a `VideoScorer` scores each as a whole; the scores that any other gives the frames are averaged.
+    """
+    scorer, images, ids = scorers[request.component], request.images, request.sample_ids
+    prompts = [request.prompt] * len(images)
+    if images.ndim == 4:
+        return _checked(scorer.score, images, prompts, ids, request)
+    if isinstance(scorer, VideoScorer):
+        return _checked(scorer.score_videos, images, prompts, ids, request)
+    num = images.shape[1]
+    of_frames = [f"{sample} in scored frame {frame}" for sample in ids for frame in range(num)]
+    scores = _checked(scorer.score, *as_pictures(images, prompts), of_frames, request)
+    means: np.ndarray = scores.reshape(-1, num).mean(axis=1)
+    return means
+
+
+def _checked(
+    method: Callable[[np.ndarray, Sequence[Prompt]], np.ndarray],
+    images: np.ndarray,
+    prompts: Sequence[Prompt],
+    ids: Sequence[str],
+    request: Request,
+) -> np.ndarray:
+    """One finite float64 for each of `images`, which are told apart by `ids`, or a RewardError."""
     try:
-        scores = scorers[request.component].score(request.images, prompts)
+        scores = method(images, prompts)
     except FAULTS as error:
         raise failure(request.component, request.subject, error) from error
-    fault = _fault(scores, request)
+    fault = _fault(scores, ids)
     if fault:
         raise RewardError(request.component, request.subject, fault)
     return scores
@@ -76,15 +101,13 @@ def failure(component: str, subject: str, error: BaseException) -> RewardError:
     return wrapped
 
 
-def _fault(scores: object, request: Request) -> str | None:
+def _fault(scores: object, ids: Sequence[str]) -> str | None:
     """What is wrong with `scores`, if anything."""
     if not isinstance(scores, np.ndarray):
         return f"it must return a numpy array, got {type(scores).__name__}"
     if scores.dtype != np.float64:
         return f"its scores must be float64, got {scores.dtype}"
-    if scores.shape != (len(request.images),):
-        return f"it must return one score for each of {len(request.images)} pictures, got shape {list(scores.shape)}"
-    bad = np.flatnonzero(~np.isfinite(scores))
-    if bad.size:
-        return "its scores are not finite: " + ", ".join(f"{scores[i]} for sample {request.sample_ids[i]}" for i in bad)
-    return None
+    if scores.shape != (len(ids),):
+        return f"it must return one score for each of {len(ids)} pictures, got shape {list(scores.shape)}"
+    bad = [f"{score} for sample {name}" for score, name in zip(scores, ids, strict=True) if not np.isfinite(score)]
+    return f"its scores are not finite: {', '.join(bad)}" if bad else None

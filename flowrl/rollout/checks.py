@@ -66,6 +66,7 @@ class Order:
     steps: tuple[int, ...]  # the stored ones
     sigmas: Tensor  # float32 [N + 1]
     shape: tuple[int, ...]  # of one sample's latents
+    pictures: tuple[int, ...]  # the shape of one sample's pixels
     version: int
 
     @classmethod
@@ -79,6 +80,7 @@ class Order:
             steps=tuple(sampler.steps.choose(rollout_id, sampler.num_steps)) if stochastic else (),
             sigmas=schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width)),
             shape=tuple(policy.latent_shape(sampler.height, sampler.width, sampler.frames)),
+            pictures=(*((sampler.frames,) if run.model.task == "t2v" else ()), sampler.height, sampler.width, 3),
             version=version,
         )
 
@@ -116,7 +118,7 @@ class Order:
             yield f"it is group {sampled.group.ordinal} instead of {group.ordinal}"
         if len(drawn.conditions) != 1:
             yield f"it has {len(drawn.conditions)} rows of conditions instead of 1"
-        pictures = (group.num_samples, self.sampler.height, self.sampler.width, 3)
+        pictures = (group.num_samples, *self.pictures)
         if sampled.images is not None and sampled.images.shape != pictures:
             yield f"its pictures have the shape {list(sampled.images.shape)} instead of {list(pictures)}"
         if sampled.images is not None and sampled.images.dtype != "uint8":

@@ -2,7 +2,7 @@
 
 artifacts/rollouts/000012/000345/      rollout 12, the group with ordinal 345
     manifest.json                      prompt, samples, rewards, policy version, sampling
-    0.png 1.png ...                    one picture per slot
+    0.png 1.png ...                    one picture per slot; of a text-to-video model 0.mp4, or 0.gif
     trajectory.safetensors             if asked for
 artifacts/evaluations/000010/heldout/000007/ ...
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.files import atomic_folder, remove_folder
+from flowrl.tracking.video import file_name, save
 from flowrl.types import Drawn, Rows, Sampling, ScoredGroup
 
 
@@ -30,11 +30,13 @@ class ArtifactStore:
 
     A rollout or an evaluation appears whole or not at all. Of rollouts the newest `keep` stay (0: none are written), of
     evaluations all do. `trajectories` adds latents, log-probabilities and conditions.
+    Videos play at `fps` frames per second.
     """
 
     run_dir: Path
     keep: int = 2
     trajectories: bool = False
+    fps: float = 16.0
 
     def __post_init__(self) -> None:
         if self.keep < 0:
@@ -61,15 +63,15 @@ class ArtifactStore:
             for scored in groups:
                 group = folder / f"{scored.sampled.group.ordinal:06d}"
                 group.mkdir()
-                write_group(group, scored, trajectories=self.trajectories)
+                write_group(group, scored, trajectories=self.trajectories, fps=self.fps)
 
 
-def write_group(folder: Path, scored: ScoredGroup, *, trajectories: bool) -> None:
+def write_group(folder: Path, scored: ScoredGroup, *, trajectories: bool, fps: float) -> None:
     """The files of one group, into an existing empty folder."""
     sampled = scored.sampled
     if sampled.images is not None:
         for slot, picture in enumerate(sampled.images):
-            Image.fromarray(picture).save(folder / f"{slot}.png")
+            save(picture, folder / file_name(str(slot), picture), fps)
     if trajectories:
         drawn: Drawn = sampled.drawn.fetch()
         tensors = _tensors(drawn.trajectory, "") | _tensors(drawn.conditions, "conditions.")
@@ -84,7 +86,7 @@ def manifest(scored: ScoredGroup) -> dict[str, Any]:
         {
             "id": group.sample_id(slot),
             "slot": slot,
-            "picture": None if sampled.images is None else f"{slot}.png",
+            "picture": None if sampled.images is None else file_name(str(slot), sampled.images[slot]),
             "rewards": {component: float(values[slot]) for component, values in scored.rewards.items()},
             "policy_version": sampled.sampling.policy_version,
             "trained_steps": list(sampled.sampling.step_index),

@@ -10,8 +10,9 @@ from typing import Self
 
 import numpy as np
 
-from flowrl.tracking.loggers.base import Logger, RunInfo, Session
+from flowrl.tracking.loggers.base import Logger, RunInfo, Session, VideoSession
 from flowrl.tracking.loggers.jsonl import JSONLLogger
+from flowrl.tracking.video import stills
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,21 @@ class Tracker:
             session.log(step, metrics)
 
     def log_images(self, step: int, name: str, images: np.ndarray, captions: Sequence[str]) -> None:
-        """Record pictures, uint8 [B, H, W, 3], with one caption each. Raises ValueError for anything else."""
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise ValueError(f"images must be uint8 [B, H, W, 3], got {images.dtype} {list(images.shape)}")
+        """Record pictures, uint8 [B, H, W, 3], or videos, [B, F, H, W, 3], with one caption each.
+
+        Raises ValueError for anything else. Loggers that know no videos get a still of each.
+        """
+        if images.dtype != np.uint8 or images.ndim not in (4, 5) or images.shape[-1] != 3:
+            wanted = "uint8 [B, H, W, 3], or [B, F, H, W, 3] of videos"
+            raise ValueError(f"images must be {wanted}, got {images.dtype} {list(images.shape)}")
         if len(captions) != len(images):
             raise ValueError(f"{len(images)} images need as many captions, got {len(captions)}")
+        shown = stills(images)
         for session in self._sessions:
-            session.log_images(step, name, images, captions)
+            if images.ndim == 5 and isinstance(session, VideoSession):
+                session.log_videos(step, name, images, captions)
+            else:
+                session.log_images(step, name, shown, captions)
 
     def close(self) -> None:
         """Close every logger, the last opened first. One that fails is a warning: every step was logged by then."""

@@ -24,6 +24,7 @@ from flowrl.tracking.pictures import before_after_sheet
 from flowrl.tracking.report import build_report
 from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
+from flowrl.tracking.video import still
 from flowrl.trainers.evaluator import Evaluated, by_component
 from flowrl.trainers.stages import Stages
 from flowrl.trainers.state import SHOWN, STATE
@@ -35,7 +36,7 @@ NUM_SHEET_PAIRS = 32
 
 @dataclass(frozen=True)
 class Shown:
-    """What is kept of an evaluation: its numbers, and the first picture of its first prompts."""
+    """What is kept of an evaluation: its numbers, and the first picture, or still of a video, of its first prompts."""
 
     metrics: dict[str, float]
     images: np.ndarray  # uint8 [M, H, W, 3]
@@ -49,7 +50,7 @@ class Shown:
         component = next(iter(groups[0].rewards))
         return cls(
             metrics=evaluated.metrics(),
-            images=_first_images(groups),
+            images=np.stack([still(picture) for picture in _firsts(groups)]),
             labels=[_label(group) for group in groups],
             scores=[float(group.rewards[component][0]) if component in group.rewards else np.nan for group in groups],
         )
@@ -73,7 +74,10 @@ class Journal:
         self.resumed_from = None if start is None else start.step
         self.tracker = Tracker(list(run.logger.components.values()))
         self.artifacts = ArtifactStore(
-            run_dir=self.run_dir, keep=run.artifacts.keep, trajectories=run.artifacts.trajectories
+            run_dir=self.run_dir,
+            keep=run.artifacts.keep,
+            trajectories=run.artifacts.trajectories,
+            fps=run.sampler.fps,
         )
         self.metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}  # the last record
@@ -93,6 +97,7 @@ class Journal:
             run_dir=self.run_dir,
             total_steps=self.total_steps,
             config_yaml=(self.run_dir / "config.yaml").read_text(),
+            fps=self.run.sampler.fps,
             resumed_from=self.resumed_from,
         )
         self._opened.callback(build_report, self.run_dir)
@@ -123,7 +128,7 @@ class Journal:
             self.artifacts.write_evaluation(step, name, groups)
             shown = groups[:NUM_LOGGED_IMAGES]
             captions = [f"{_label(g)} {' '.join(f'{r[0]:.2f}' for r in g.rewards.values())}" for g in shown]
-            self.tracker.log_images(step, f"eval/{name}", _first_images(shown), captions)
+            self.tracker.log_images(step, f"eval/{name}", np.stack(_firsts(shown)), captions)
         if evaluated.sets:
             self.last = Shown.of(evaluated)
             self.first = self.first or self.last
@@ -197,8 +202,9 @@ def _label(group: ScoredGroup) -> str:
     return prompt.target or prompt.text
 
 
-def _first_images(groups: list[ScoredGroup]) -> np.ndarray:
-    return np.stack([group.sampled.images[0] for group in groups if group.sampled.images is not None])
+def _firsts(groups: list[ScoredGroup]) -> list[np.ndarray]:
+    """The first picture or video of each."""
+    return [group.sampled.images[0] for group in groups if group.sampled.images is not None]
 
 
 def _throughput(metrics: dict[str, float]) -> dict[str, float]:

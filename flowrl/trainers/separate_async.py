@@ -32,7 +32,7 @@ class SeparateAsyncTrainer:
 
     Args:
         total_steps: cycles of updates, each followed by a publication.
-        mini_batch_size: prompts of one update.
+        mini_batch_size: prompts of one update; None = an N-th of the batch.
         parameter_sync_step: N, updates between two publications. `data.train_batch_size` = N x `mini_batch_size`, and
             `algorithm.num_updates_per_batch` = N.
         num_warmup_batches: batches in flight, beyond the one that is collected, before step 1 and from then on.
@@ -45,7 +45,7 @@ class SeparateAsyncTrainer:
     """
 
     total_steps: int
-    mini_batch_size: int
+    mini_batch_size: int | None = None
     parameter_sync_step: int = 1
     num_warmup_batches: int = 1
     max_staleness: int = 1
@@ -65,12 +65,12 @@ class SeparateAsyncTrainer:
         return found
 
     def _own_problems(self, run: Config) -> Iterator[Problem]:
-        least = {"total_steps": 1, "mini_batch_size": 1, "parameter_sync_step": 1, "num_warmup_batches": 0}
+        least = {"total_steps": 1, "parameter_sync_step": 1, "num_warmup_batches": 0}
         for name, low in {**least, "max_staleness": 0, "max_failed_rollouts_in_a_row": 0}.items():
             if vars(self)[name] < low:
                 yield Problem(f"trainer.{name}", f"must be at least {low}, got {vars(self)[name]}.")
         n, size = self.parameter_sync_step, self.mini_batch_size
-        if run.data.train_batch_size != n * size:
+        if size is not None and (size < 1 or run.data.train_batch_size != n * size):
             message = f"must be trainer.parameter_sync_step x trainer.mini_batch_size = {n} x {size} = {n * size}, got "
             yield Problem("data.train_batch_size", f"{message}{run.data.train_batch_size}.")
         if run.algorithm.num_updates_per_batch != n:
@@ -135,7 +135,7 @@ class SeparateAsyncTrainer:
             stages.rewards,
             stages.buffer,
             pace,
-            self.mini_batch_size,
+            rollout_size=run.data.train_batch_size // self.parameter_sync_step,
             max_failures=self.max_failed_rollouts_in_a_row,
             cycles=start.step if start else 0,
             threads=not isinstance(run.launcher, Inline),

@@ -47,7 +47,7 @@ class Case:
         lines = [{"prompt": f"word {n}", "metadata": orders if n == 2 else {}} for n in range(5)]
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         common = [
-            *("debug=tiny", "device=cpu", f"model.path={self.model}", "model.max_sequence_length=0", "launcher=spawn"),
+            *("debug=short", "device=cpu", f"model.path={self.model}", "model.max_sequence_length=0", "launcher=spawn"),
             *("data.target=none", f"data.train={self.folder / 'prompts.jsonl'}", "~trainer.eval.sets.heldout"),
             *("trainer=separate_async", f"trainer.mini_batch_size={BATCH}", f"trainer.total_steps={STEPS}"),
             *("algorithm.old_log_prob=rollout", "data.num_samples_per_prompt=4", "rollout.batch_size=4"),

@@ -96,7 +96,7 @@ flowrl.train(flowrl.load_config(sys.argv[1:]))
 
 def test_a_script_that_is_not_guarded_is_told_so(tmp_path: Path, tiny_folder: Path) -> None:
     (tmp_path / "script.py").write_text(UNGUARDED)
-    small = ["reward=jpeg_compressibility", "reward.num_workers=1", "debug=tiny", f"model.path={tiny_folder}"]
+    small = ["reward=jpeg_compressibility", "reward.num_workers=1", "debug=short", f"model.path={tiny_folder}"]
     result = run(tmp_path, "script.py", *small, "trainer.eval.sets={}")
     assert result.returncode == 1
     assert 'put that under `if __name__ == "__main__":`' in result.stderr

@@ -43,7 +43,7 @@ def trained(tiny_folder: Path, tmp_path: Path) -> tuple[list[ScoredGroup], dict[
     run_dir = flowrl.train(
         flowrl.load_config(
             [
-                *("debug=tiny", "device=cpu", f"model.path={tiny_folder}", "model.max_sequence_length=0"),
+                *("debug=short", "device=cpu", f"model.path={tiny_folder}", "model.max_sequence_length=0"),
                 *("data.target=none", f"data.train={tmp_path / 'prompts.txt'}", "~trainer.eval.sets.heldout"),
                 *("trainer=separate_async", f"trainer._target_={__name__}.Observed", "trainer.total_steps=1"),
                 *("trainer.mini_batch_size=2", "trainer.parameter_sync_step=4", "trainer.num_warmup_batches=0"),

@@ -27,7 +27,7 @@ def train(actor: str, model: Path, folder: Path) -> Path:
     prompts = folder / "prompts.txt"
     prompts.write_text("".join(f'A sign that says "{word}"\n' for word in WORDS))
     options = [
-        "debug=tiny",
+        "debug=short",
         f"model.path={model}",
         "model.max_sequence_length=0",
         f"data.train={prompts}",

@@ -28,7 +28,7 @@ def prompts(tmp_path: Path) -> Path:
 def train(folder: Path, prompts: Path, *overrides: str, words: str = "MILK", way: str = "raise") -> Path:
     """Three steps of two prompts: six of five, so each of them is met."""
     common = [
-        *("debug=tiny", "device=cpu", f"model.path={folder}", "model.max_sequence_length=0", "trainer.total_steps=3"),
+        *("debug=short", "device=cpu", f"model.path={folder}", "model.max_sequence_length=0", "trainer.total_steps=3"),
         *("data.target=quoted", f"data.train={prompts}", "~trainer.eval.sets.heldout", "sampler.num_steps=4"),
         *("reward=jpeg_compressibility", "reward.num_workers=0", "logger=jsonl", "data.num_samples_per_prompt=2"),
         *(f"runs={prompts.parent / 'runs'}", "name=run", "actor.optimizer.lr=1e-3"),

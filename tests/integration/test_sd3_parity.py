@@ -76,6 +76,6 @@ def test_embeddings_do_not_depend_on_company(tiny_folder: Path) -> None:
     prompts = [Prompt(str(i), text) for i, text in enumerate(PROMPTS)]
     batch = policy.encode(prompts)
     again = policy.encode(prompts[::-1])
-    torch.testing.assert_close(again.prompt_embeds.flip(0), batch.prompt_embeds, atol=0, rtol=0)
+    torch.testing.assert_close(again.prompt.embeds.flip(0), batch.prompt.embeds, atol=0, rtol=0)
     alone = tiny.load(tiny_folder).encode(prompts[1:2])
-    torch.testing.assert_close(alone.prompt_embeds[0], batch.prompt_embeds[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(alone.prompt.embeds[0], batch.prompt.embeds[1], atol=1e-5, rtol=0)

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> Path:
 def train(folder: Path, prompts: Path, name: str, *overrides: str) -> Path:
     """Four steps of two prompts."""
     common = [
-        *("debug=tiny", "device=cpu", "deterministic=true", f"model.path={folder}", "model.max_sequence_length=0"),
+        *("debug=short", "device=cpu", "deterministic=true", f"model.path={folder}", "model.max_sequence_length=0"),
         *(f"data.train={prompts}", f"trainer.eval.sets.heldout={prompts}", "sampler.num_steps=4"),
         *("reward=jpeg_compressibility", "reward.num_workers=0", "logger=jsonl", "trainer.total_steps=4"),
         *(f"runs={prompts.parent / 'runs'}", f"name={name}", "actor.optimizer.lr=1e-3"),

@@ -27,7 +27,7 @@ def prompts(tmp_path: Path) -> Path:
 def run(tiny_folder: Path, prompts: Path, runs: Path, *overrides: str) -> Path:
     """Two small steps, scored in this process."""
     common = [
-        "debug=tiny",
+        "debug=short",
         f"model.path={tiny_folder}",
         "model.max_sequence_length=0",
         f"data.train={prompts}",

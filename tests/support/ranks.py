@@ -29,7 +29,7 @@ TOTAL_UPDATES = 10
 def configure(folder: Path, *overrides: str) -> Config:
     """A small run of the random model in `folder`, on the CPU."""
     common = [
-        "debug=tiny",
+        "debug=short",
         "device=cpu",
         f"model.path={folder}",
         "model.max_sequence_length=0",

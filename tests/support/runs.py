@@ -14,7 +14,7 @@ def command(folder: Path, here: Path, name: str, *overrides: str) -> list[str]:
     if not prompts.exists():
         prompts.write_text("".join(f'A sign that says "{word}"\n' for word in WORDS))
     return [
-        *("debug=tiny", "device=cpu", "deterministic=true", f"model.path={folder}", "model.max_sequence_length=0"),
+        *("debug=short", "device=cpu", "deterministic=true", f"model.path={folder}", "model.max_sequence_length=0"),
         *(f"data.train={prompts}", f"trainer.eval.sets.heldout={prompts}", "sampler.num_steps=4", "logger=jsonl"),
         *("reward=jpeg_incompressibility", "reward.num_workers=0", f"trainer.total_steps={STEPS}"),
         *("trainer.eval.every=3", "trainer.eval.use_ema=true", "checkpoint.every=2", "actor.optimizer.lr=1e-3"),

@@ -18,6 +18,7 @@ class RunInfo:
     run_dir: Path
     total_steps: int
     config_yaml: str  # the resolved configuration, as it lies in the run folder
+    fps: float = 16.0  # of its videos
     resumed_from: int | None = None  # the last committed step; None for a fresh run
 
     @property
@@ -39,6 +40,15 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Write whatever is pending and let go of files and processes."""
+        ...
+
+
+@runtime_checkable
+class VideoSession(Protocol):
+    """A session that shows videos. Any other gets a still of each as `log_images`."""
+
+    def log_videos(self, step: int, name: str, videos: np.ndarray, captions: Sequence[str]) -> None:
+        """Record videos, uint8 [B, F, H, W, 3], with one caption each."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.text import Text
 from flowrl.config import Config, ConfigError, Problem
 from flowrl.tracking.console import Terminal
 from flowrl.tracking.loggers.base import RunInfo
+from flowrl.tracking.video import encoded, video_suffix
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -78,6 +80,7 @@ class WandbSession:
 
     def __init__(self, settings: WandbLogger, run: RunInfo) -> None:
         mode = settings.resolved_mode()
+        self._fps = run.fps
         import wandb  # takes a second
 
         self._run: Run = wandb.init(
@@ -103,6 +106,15 @@ class WandbSession:
 
         pictures = [wandb.Image(image, caption=caption) for image, caption in zip(images, captions, strict=True)]
         self._run.log({name: pictures}, step=step)
+
+    def log_videos(self, step: int, name: str, videos: np.ndarray, captions: Sequence[str]) -> None:
+        import wandb
+
+        suffix = video_suffix()
+        kind = cast('Literal["mp4", "gif"]', suffix.removeprefix("."))
+        files = (io.BytesIO(encoded(video, self._fps, suffix)) for video in videos)
+        shown = [wandb.Video(file, caption, format=kind) for file, caption in zip(files, captions, strict=True)]
+        self._run.log({name: shown}, step=step)
 
     def close(self) -> None:
         self._run.finish()

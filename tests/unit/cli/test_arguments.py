@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import evaluate, export, sample
+from flowrl.cli import encode_prompts, evaluate, export, sample
 from flowrl.cli.arguments import Failure, Tool, new_folder, option, parse
+from flowrl.cli.compose import load_config
 from flowrl.config import ConfigError, Problem
 from flowrl.rewards.scoring import RewardError
 from flowrl.types import LoadError
@@ -104,6 +105,9 @@ def documented() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", documented(), ids=" ".join)
 def test_the_documented_commands_are_understood(words: list[str]) -> None:
+    if words[0] == encode_prompts.TOOL.name:
+        assert load_config(words[1:]).model.cache_dir
+        return
     tools = {tool.name: tool for tool in (export.TOOL, sample.TOOL, evaluate.TOOL)}
     settings = parse(tools[words[0]].schema, words[1:])
     if isinstance(settings, sample.Sample):

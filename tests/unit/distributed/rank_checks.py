@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,10 @@ from flowrl.distributed.offload import Offloader, training_state
 from flowrl.distributed.optimizer import make_optimizer
 from flowrl.distributed.ranks import in_waves
 from flowrl.distributed.snapshots import Snapshot
+from flowrl.models.policy import PipelinePolicy
 from flowrl.models.sd3 import SD3Policy
+from flowrl.models.wan import Wan
+from flowrl.prompts import Prompt
 from tests.support import tiny
 
 WORLD = 2
@@ -371,6 +375,50 @@ def shards_leave_the_device_and_come_back(ranks: Ranks) -> None:
         )
 
 
+def _note(calls: list[nn.Module], module: nn.Module, _: object) -> None:
+    calls.append(module)
+
+
+def an_expert_without_rows_keeps_step(ranks: Ranks) -> None:
+    """One rank's rows all go to one of Wan's experts, the other's to the other one: gradients are those of one rank."""
+    model = Wan(init="random", size="tiny_a14b", max_sequence_length=8)
+    sample = torch.randn(4, 4, 1, 4, 4, generator=torch.Generator().manual_seed(2))
+    sigma, mine = torch.tensor([0.9, 0.95, 0.3, 0.5]), slice(2 * ranks.mesh.get_rank(), 2 * ranks.mesh.get_rank() + 2)
+
+    def policy(mode: str) -> PipelinePolicy:
+        loaded = model.load(torch.device("cpu"))
+        if mode == "full":
+            train_fully(loaded.module)
+        else:
+            add_lora(loaded.module, LoRA(rank=3), loaded.lora_targets, seed=5)
+            _shake(loaded.module)
+            checkpoint_blocks(loaded.module, loaded.blocks)
+        return loaded
+
+    def of(policy: PipelinePolicy, rows: slice) -> Tensor:
+        text = policy.encode([Prompt("0", "a cat")] * 4)
+        return policy.velocity(sample[rows], sigma[rows], text.rows(torch.arange(4)[rows]))
+
+    for mode, settings in (("lora", FSDP()), ("full", FSDP(reshard_after_forward=False))):
+        one, many = policy(mode), policy(mode)
+        shard(many.module, many.blocks, ranks.mesh, settings, torch.float32)
+        expected = of(one, slice(None))
+        expected.square().sum().backward()
+        calls: list[nn.Module] = []
+        for expert in many.module.children():
+            expert.register_forward_pre_hook(partial(_note, calls))
+        with torch.no_grad():
+            torch.testing.assert_close(of(many, mine), expected[mine].detach(), atol=1e-5, rtol=0)
+            with gathered(many.module):
+                torch.testing.assert_close(of(many, mine), expected[mine].detach(), atol=1e-5, rtol=0)
+        assert len(calls) == 3, "where all weights are gathered, an expert without rows rests"
+        of(many, mine).square().sum().backward()
+        for name, parameter in trainable(many.module).items():
+            gradient = trainable(one.module)[name].grad
+            assert parameter.grad is not None and gradient is not None
+            torch.testing.assert_close(full_tensor(parameter.grad), gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
 CHECKS: dict[str, Callable[[Ranks], None]] = {
     "lora": _equals_one_rank("lora", checkpointing=False),
     "lora, checkpointing": _equals_one_rank("lora", checkpointing=True),
@@ -393,6 +441,7 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
         ranks_load_and_shard_in_waves,
         masters_can_be_made_after_sharding,
         shards_leave_the_device_and_come_back,
+        an_expert_without_rows_keeps_step,
     )
 }
 

@@ -54,8 +54,8 @@ def test_saved_adapter_loads_in_diffusers_and_warm_starts(tiny_folder: Path, tmp
         theirs = pipeline.transformer(
             hidden_states=sample,
             timestep=sigma * 1000,
-            encoder_hidden_states=conditions.prompt_embeds,
-            pooled_projections=conditions.pooled,
+            encoder_hidden_states=conditions.prompt.embeds,
+            pooled_projections=conditions.prompt.pooled,
             return_dict=False,
         )[0]
         warm = tiny.load(tiny_folder)

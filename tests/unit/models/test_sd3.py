@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowrl.config import ConfigError
-from flowrl.models.sd3 import SD3, EmbeddingCache
+from flowrl.models.sd3 import SD3
 from flowrl.types import LoadError
 from tests.support import tiny
 
@@ -107,21 +107,11 @@ def test_an_embedding_does_not_depend_on_what_else_is_encoded(tiny_folder: Path)
     together = tiny.load(tiny_folder).encode(prompts)
     policy = tiny.load(tiny_folder)
     pair, one = policy.encode(prompts[3:5]), policy.encode(prompts[5:])
-    assert together.rows(torch.tensor([3, 4])).prompt_embeds.equal(pair.prompt_embeds)
-    assert together.rows(torch.tensor([3, 4])).pooled.equal(pair.pooled)
-    assert together.rows(torch.tensor([5])).pooled.equal(one.pooled)
+    assert together.rows(torch.tensor([3, 4])).prompt.embeds.equal(pair.prompt.embeds)
+    assert together.rows(torch.tensor([3, 4])).prompt.pooled.equal(pair.prompt.pooled)
+    assert together.rows(torch.tensor([5])).prompt.pooled.equal(one.prompt.pooled)
 
 
 def test_float16_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="loss scaling"):
         SD3("anywhere", dtype="float16")
-
-
-def test_cache_drops_the_least_recently_used() -> None:
-    cache = EmbeddingCache(max_bytes=16)
-    row = (torch.zeros(1), torch.zeros(1))
-    for text in "abc":
-        cache.put(text, row)
-    cache.get("a")
-    cache.shrink()
-    assert "a" in cache and "c" in cache and "b" not in cache

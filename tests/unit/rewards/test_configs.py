@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from flowrl import load_config
 from flowrl.build import build
 from flowrl.config import Config, ConfigError, Data
 from flowrl.rewards.combine import Component
-from flowrl.rewards.ocr import OCR
+from flowrl.rewards.frames import EveryKth, UniformFrames
+from flowrl.rewards.ocr import OCR, VideoOCR
 from flowrl.rewards.recognisers import PaddleOCR
 
 FOLDER = Path(__file__).parents[3] / "configs" / "reward"
@@ -66,6 +68,17 @@ def ocr(*overrides: str) -> Component:
 def test_the_recogniser_is_one_override_away() -> None:
     component = ocr("components.ocr.scorer.recogniser._target_=flowrl.rewards.recognisers.PaddleOCR")
     assert isinstance(component.scorer, OCR) and isinstance(component.scorer.recogniser, PaddleOCR)
+
+
+def test_frames_of_videos_are_one_override_away() -> None:
+    def component(*overrides: str) -> Component:
+        return build(load_config(list(overrides)).reward.components.ocr, "reward.components.ocr", Component)
+
+    published = component("~recipe", "reward=ocr_video")
+    assert isinstance(published.scorer, VideoOCR) and not published.scorer.substring
+    assert (published.frames, published.perfect) == (EveryKth(k=4), 1.0)
+    frames = "{_target_: flowrl.rewards.frames.UniformFrames, num: 3}"
+    assert component("~recipe", "reward=ocr", f"reward.components.ocr.frames={frames}").frames == UniformFrames(num=3)
 
 
 def test_mistakes_are_refused_by_path() -> None:

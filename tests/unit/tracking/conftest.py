@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from flowrl.tracking.loggers.base import RunInfo
 from flowrl.tracking.pictures import before_after_sheet
 from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
+from flowrl.tracking.video import video_suffix
 
 STEPS = 60
 WORDS = ["FLOW", "MOON", "TREE", "STAR", "BIRD", "KITE", "LAMP", "FROG", "HILL", "WIND", "ROSE", "SNOW"]
@@ -36,6 +40,23 @@ FACTS = {
     "commit": "0123456789abcdef",
     "data": {"train.txt": "77aa", "heldout.txt": "55bb"},
 }
+
+
+def flat_video(*shades: int) -> np.ndarray:
+    """uint8 [F, 32, 80, 3], a frame of each grey value."""
+    return np.array(shades, np.uint8)[:, None, None, None] * np.ones((32, 80, 3), np.uint8)
+
+
+@pytest.fixture(params=[".mp4", ".gif"])
+def film_suffix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What videos are written as, with the packages of the extra `video` and without."""
+    if request.param == ".gif":
+        monkeypatch.setitem(sys.modules, "imageio", None)
+    elif not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+        pytest.skip('pip install "flowrl[video]"')
+    video_suffix.cache_clear()
+    yield request.param
+    video_suffix.cache_clear()
 
 
 def sign(word: str, noise: float, rng: np.random.Generator) -> np.ndarray:

@@ -19,6 +19,7 @@ from flowrl.prompts import Prompt
 from flowrl.tracking.artifacts import ArtifactStore, manifest, sampling
 from flowrl.types import Conditions, Drawn, Group, SampledGroup, Sampling, ScoredGroup, Trajectory
 from tests.unit.test_files import kill_while_writing
+from tests.unit.tracking.conftest import flat_video
 
 K, S = 3, 2
 
@@ -73,6 +74,18 @@ def test_a_rollout_reads_back(tmp_path: Path) -> None:
             assert torch.equal(tensors[name], getattr(trajectory, name))
             assert tensors[name].dtype == getattr(trajectory, name).dtype
         assert torch.equal(tensors["conditions.embeds"], drawn.conditions.embeds)
+
+
+def test_videos_are_kept_as_films(tmp_path: Path, film_suffix: str) -> None:
+    group = scored()
+    videos = np.stack([flat_video(10 + shade, 200, 90) for shade in range(K)])
+    group = replace(group, sampled=replace(group.sampled, images=videos))
+    ArtifactStore(run_dir=tmp_path, fps=8.0).write_evaluation(0, "heldout", [group])
+    (folder,) = (tmp_path / "artifacts/evaluations/000000/heldout").iterdir()
+    told = [sample["picture"] for sample in json.loads((folder / "manifest.json").read_text())["samples"]]
+    assert told == [f"{slot}{film_suffix}" for slot in range(K)]
+    assert sorted(path.name for path in folder.iterdir()) == [*told, "manifest.json"]
+    assert all((folder / name).stat().st_size > 100 for name in told)
 
 
 def test_the_manifest_says_where_a_sample_comes_from() -> None:

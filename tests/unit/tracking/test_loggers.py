@@ -27,9 +27,12 @@ from flowrl.tracking.loggers.tensorboard import TensorBoardLogger
 from flowrl.tracking.loggers.wandb import WandbLogger
 from flowrl.tracking.summary import Summary
 from flowrl.tracking.tracker import Tracker
+from flowrl.tracking.video import stills, video_suffix
 from tests.unit.test_files import kill_while_writing
+from tests.unit.tracking.conftest import flat_video
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "logger"
+VIDEOS = np.stack([flat_video(shade, shade + 50, shade + 100) for shade in (10, 20, 30)])
 PICTURES = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 32, 80, 3), np.uint8)
 
 
@@ -180,11 +183,37 @@ def test_pictures_are_checked_once_for_all_loggers(tmp_path: Path) -> None:
     with Tracker([recording]) as tracker:
         tracker.start(info(tmp_path))
         tracker.log_images(0, "eval", PICTURES, ["a", "b", "c"])
-        with pytest.raises(ValueError, match=r"must be uint8 \[B, H, W, 3\], got float32"):
+        with pytest.raises(ValueError, match=r"must be uint8 \[B, H, W, 3\].*, got float32"):
             tracker.log_images(0, "eval", PICTURES.astype(np.float32), ["a", "b", "c"])
         with pytest.raises(ValueError, match="3 images need as many captions, got 1"):
             tracker.log_images(0, "eval", PICTURES, ["a"])
     assert recording.events == ["start", "images eval", "close"]
+
+
+@dataclass(frozen=True)
+class Paper(Recording):
+    """Says how much it is shown."""
+
+    def log_images(self, step: int, name: str, images: np.ndarray, captions: Sequence[str]) -> None:
+        self._did(f"images {list(images.shape)}")
+
+
+@dataclass(frozen=True)
+class Screen(Paper):
+    """And can show videos."""
+
+    def log_videos(self, step: int, name: str, videos: np.ndarray, captions: Sequence[str]) -> None:
+        self._did(f"videos {list(videos.shape)}")
+
+
+def test_videos_go_to_loggers_that_show_them_and_stills_to_the_others(tmp_path: Path) -> None:
+    screen, paper = Screen([]), Paper([])
+    with Tracker([screen, paper]) as tracker:
+        tracker.start(info(tmp_path))
+        tracker.log_images(0, "eval", VIDEOS, ["a", "b", "c"])
+        tracker.log_images(1, "eval", PICTURES, ["a", "b", "c"])
+    assert screen.events[1:3] == ["videos [3, 3, 32, 80, 3]", "images [3, 32, 80, 3]"]
+    assert paper.events[1:3] == [f"images {list(stills(VIDEOS).shape)}", "images [3, 32, 80, 3]"]
 
 
 # ---------------------------------------------------------------------------------------------- TensorBoard
@@ -214,6 +243,7 @@ def test_wandb_logs_offline_without_a_key(
     with Tracker([WandbLogger(tags=["test"])]) as tracker:
         tracker.start(info(tmp_path))
         tracker.log_images(0, "eval", PICTURES, ["FLOW", "MOON", "TREE"])
+        tracker.log_images(0, "films", VIDEOS, ["RAIN", "SNOW", "WIND"])
         tracker.log(0, {"reward/mean": 0.25})
         tracker.log(1, {"reward/mean": 0.75})
     import wandb
@@ -222,8 +252,9 @@ def test_wandb_logs_offline_without_a_key(
     assert "WANDB_API_KEY is not set, logging offline" in " ".join(capsys.readouterr().out.split())
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = path.read_bytes()  # protobuf, uncompressed
-    assert all(value in written for value in (b"reward/mean", b"0.25", b"0.75", b"FLOW"))
+    assert all(value in written for value in (b"reward/mean", b"0.25", b"0.75", b"FLOW", b"SNOW"))
     assert len(list(path.parent.glob("files/media/images/eval*.png"))) == 3
+    assert len(list(path.parent.glob(f"files/media/videos/films*{video_suffix()}"))) == 3
 
 
 def test_wandb_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

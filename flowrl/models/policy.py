@@ -1,0 +1,244 @@
+"""A pipeline of diffusers as flowrl sees it: what all families do alike. Each family adds its own part in its file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowrl.config import ConfigError, Problem
+from flowrl.flow.schedule import Schedule
+from flowrl.models.embedding_files import EmbeddingFiles, encoding_fingerprint
+from flowrl.models.embeddings import EmbeddingCache, Text, TextConditions
+from flowrl.models.loading import content_fingerprint
+from flowrl.prompts import Prompt
+from flowrl.types import Conditions
+
+if TYPE_CHECKING:
+    from flowrl.models.pipeline import PipelineModel
+
+
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Attention projections of the picture's and of the text's stream, where a family has both."""
+
+
+class PipelinePolicy(ABC):
+    """The transformer of a pipeline with its encoders, autoencoder and scheduler (`types.Policy`)."""
+
+    lora_targets: Sequence[str]
+    blocks: Sequence[type[nn.Module]]
+
+    def __init__(self, config: PipelineModel, pipeline: Any, device: torch.device) -> None:
+        self.config = config
+        self.pipeline = pipeline
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.module: nn.Module = self.trained(pipeline)
+        folder = config.cache_dir
+        self.files = None if folder is None else EmbeddingFiles(Path(folder).expanduser(), self._encoding)
+        self.embeddings = EmbeddingCache(config.cache_mb * 2**20, self.files)
+        for part in self._parts().values():
+            # No dropout anywhere: a replay must be the function that the rollout was.
+            part.requires_grad_(False).eval()
+        if config.vae_tiling:
+            pipeline.vae.enable_tiling()
+
+    # ------------------------------------------------------------------------------------------ each family's own
+
+    @abstractmethod
+    def schedule(self) -> Schedule:
+        """See `types.Policy.schedule`."""
+
+    @abstractmethod
+    def embed(self, text: str) -> Text:
+        """One row for one text, on the policy's device, where the encoders are at that time."""
+
+    @abstractmethod
+    def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """The velocity without guidance, [B, ...], of sample [B, ...] and sigma [B], float32; called under autocast."""
+
+    @abstractmethod
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Pixels in -1..1, [B, 3, H, W] or [B, 3, F, H, W], of final latents, through the family's scaling."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """See `types.Policy.latent_shape`."""
+
+    @abstractmethod
+    def image_seq_len(self, height: int, width: int) -> int:
+        """See `types.Policy.image_seq_len`."""
+
+    def trained(self, pipeline: Any) -> nn.Module:
+        """The part that is trained."""
+        module: nn.Module = pipeline.transformer
+        return module
+
+    def guided(self, scale: float) -> bool:
+        """Does a `guidance_scale` ask for a second velocity?"""
+        return scale != 1.0
+
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float, sigma: Tensor) -> Tensor:
+        """v_u + g (v_c - v_u), all [B, ...], at sigma [B]."""
+        return unconditional + scale * (conditional - unconditional)
+
+    # ------------------------------------------------------------------------------------------ text
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> TextConditions:
+        """One row per prompt, with the negative prompt's embeddings beside it when there is guidance."""
+        prompt = self._embedded([prompt.text for prompt in prompts])
+        negative = self._embedded([prompt.negative for prompt in prompts]) if self.guided(guidance_scale) else None
+        return TextConditions(prompt, negative, guidance_scale=guidance_scale)
+
+    def texts(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> list[str]:
+        """The different texts that `encode` embeds."""
+        negative = [prompt.negative for prompt in prompts] if self.guided(guidance_scale) else []
+        return list(dict.fromkeys([*(prompt.text for prompt in prompts), *negative]))
+
+    @torch.no_grad()
+    def encode_ahead(self, texts: Sequence[str]) -> Iterator[bool]:
+        """Make sure that there are files of the embeddings of all `texts`. For each: was it new?"""
+        with ExitStack() as visit:
+            placed = False
+            for text in texts:
+                new = not self.embeddings.find(text)
+                if new and not placed:
+                    visit.enter_context(self._encoders_on_device())
+                    placed = True
+                if new:
+                    self._embed(text)
+                self.embeddings.shrink()
+                yield new
+
+    def _embedded(self, texts: Sequence[str]) -> Text:
+        unknown = [text for text in dict.fromkeys(texts) if not self.embeddings.find(text)]
+        if unknown:
+            with self._encoders_on_device():
+                for text in unknown:
+                    self._embed(text)
+        rows = Text.concat([self.embeddings.get(text) for text in texts])
+        self.embeddings.shrink()
+        return rows.to(self.device)
+
+    def _embed(self, text: str) -> None:
+        """Encode one text, and keep it.
+
+        One at a time: in a batch its embeddings would depend, in the last bits, on how many others are new, so that a
+        run that goes on with an empty cache would not be the run that it was.
+        """
+        self.embeddings.put(text, self.embed(text).to("cpu"))
+
+    @contextmanager
+    def _encoders_on_device(self) -> Iterator[None]:
+        """They visit it while there is something to encode: some are larger than what is trained."""
+        try:
+            for encoder in self._encoders().values():
+                encoder.to(self.device)
+            yield
+        finally:
+            for encoder in self._encoders().values():
+                encoder.to("cpu")
+
+    def _encoders(self) -> dict[str, nn.Module]:
+        return {name: part for name, part in self._parts().items() if name in self.config.encoders}
+
+    def _encoding(self) -> str:
+        """The fingerprint of what makes embeddings of texts."""
+        from transformers import PreTrainedTokenizerBase
+
+        parts = sorted(self.pipeline.components.items())
+        tokenizers = {name: part for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
+        settings = {**self.config.encoding(), "device": self.device.type}
+        return encoding_fingerprint(self._encoders(), tokenizers, settings)
+
+    # ------------------------------------------------------------------------------------------ velocity, pictures
+
+    def velocity(self, sample: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """The guided velocity; with guidance, both halves come from one forward."""
+        assert isinstance(conditions, TextConditions)
+        if conditions.negative is None:
+            return self._unguided(sample, sigma, conditions.prompt)
+        text = Text.concat([conditions.negative, conditions.prompt])
+        both = self._unguided(torch.cat([sample, sample]), torch.cat([sigma, sigma]), text)
+        unconditional, conditional = both.chunk(2)
+        return self.guide(conditional, unconditional, conditions.guidance_scale, sigma)
+
+    def _unguided(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        # Autocast, not a cast of the inputs: master weights stay float32 and the timestep is never rounded.
+        with torch.autocast(sample.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            return self.forward(sample, sigma.float(), text.trimmed()).float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """uint8 [B, H, W, 3] or [B, F, H, W, 3], with the rounding of diffusers' image processor."""
+        pictures = []
+        for chunk in latents.split(self.config.decode_batch_size):
+            pixels = (self.decoded(chunk).float() * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).cpu().numpy()
+            pictures.append((pixels * 255).round().astype(np.uint8))
+        return np.concatenate(pictures)
+
+    # ------------------------------------------------------------------------------------------ sizes
+
+    def check_sizes(
+        self, height: int, width: int, frames: int, *, multiple: int, largest: int | None = None, period: int = 1
+    ) -> None:
+        """Raise ConfigError unless the sides are multiples of `multiple` and at most `largest`.
+
+        Of pictures there is one frame; of videos there is one, and then whole periods of `period` frames.
+        """
+        problems = []
+        for name, size in (("height", height), ("width", width)):
+            if size % multiple:
+                problems.append(Problem(f"sampler.{name}", f"must be a multiple of {multiple} for {self}, got {size}."))
+            if largest is not None and size > largest:
+                problems.append(Problem(f"sampler.{name}", f"must be at most {largest} for {self}, got {size}."))
+        if self.config.task == "t2i" and frames != 1:
+            problems.append(Problem("sampler.frames", f"must be 1 for {self}, which draws pictures, got {frames}."))
+        elif (frames - 1) % period:
+            message = f"must be {period} k + 1 for {self}, got {frames}."
+            problems.append(Problem("sampler.frames", message, f"Set it to {frames - (frames - 1) % period}."))
+        if problems:
+            raise ConfigError(*problems)
+
+    def __str__(self) -> str:
+        return str(self.config)
+
+    # ------------------------------------------------------------------------------------------ identity, files
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """Every network of the pipeline, by name."""
+        return {name: part for name, part in sorted(self.pipeline.components.items()) if isinstance(part, nn.Module)}
+
+    def fingerprint(self) -> str:
+        """Of all networks, the noise schedule and the pipeline's own settings."""
+        settings = {name: value for name, value in self.pipeline.config.items() if isinstance(value, float | int | str)}
+        return content_fingerprint(self._parts(), {**settings, **self.pipeline.scheduler.config})
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """`transformer/`, which the family's class in diffusers reads."""
+        if state:
+            save_module(self.module, folder / "transformer", state)
+
+
+def save_module(module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model of diffusers with other weights; the module itself may be spread over ranks."""
+    with torch.device("meta"):
+        whole = type(module).from_config(module.config)  # type: ignore[attr-defined]
+    whole.load_state_dict(state, strict=True, assign=True)
+    whole.save_pretrained(folder)

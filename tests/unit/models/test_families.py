@@ -1,0 +1,214 @@
+"""What every family must do: each adapter against its own pipeline of diffusers, and against itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import ModelMixin
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flowrl.config import LoRA, Sampler
+from flowrl.distributed.lora import add_lora, save_adapter, trainable
+from flowrl.flow.dynamics.base import Dynamics
+from flowrl.flow.dynamics.cps import CPS
+from flowrl.flow.dynamics.dance_sde import DanceSDE
+from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.flow.dynamics.wan_linear import WanLinear
+from flowrl.flow.noise import Noise
+from flowrl.flow.solvers import Euler
+from flowrl.models.policy import PipelinePolicy
+from flowrl.rollout.native import NativeEngine
+from flowrl.types import Conditions, Group, LoadError, PolicyConfig
+from tests.support.families import FAMILIES, PROMPTS, folder, random_policy, saved, start
+
+pytestmark = pytest.mark.parametrize("name", FAMILIES)
+CPU = torch.device("cpu")
+DYNAMICS = (FlowSDE(0.7), DanceSDE(0.3), CPS(0.8), WanLinear())
+
+
+@torch.no_grad()
+def solved(policy: PipelinePolicy, conditions: Conditions, noise: Tensor, sampler: Sampler) -> Tensor:
+    """x_0 by Euler's steps on the model's own schedule."""
+    sigmas = policy.schedule().sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
+    return Euler().solve(lambda x, sigma: policy.velocity(x, sigma, conditions), noise, sigmas)
+
+
+@pytest.mark.parametrize(("guidance_scale", "size"), [(1.0, 0), (1.0, 1), (4.0, 0), (4.0, 1)])
+def test_it_draws_what_its_pipeline_draws(name: str, guidance_scale: float, size: int) -> None:
+    """Latents, from the same noise by the same steps; prompts of different lengths in one batch, with negative ones."""
+    family, policy = FAMILIES[name], random_policy(name)
+    height, width = family.sizes[size]
+    sampler = family.sampler(height=height, width=width, guidance_scale=guidance_scale)
+    noise = start(policy, sampler, len(family.prompts))
+    drawn = solved(policy, policy.encode(family.prompts, guidance_scale), noise, sampler)
+    expected = saved(name).draw(folder(name), None, family.prompts, noise, sampler)
+    assert (expected - noise).abs().mean() > 0.1, "a model that moves nothing would prove nothing"
+    torch.testing.assert_close(drawn, expected, atol=1e-5, rtol=0)
+
+
+def test_pixels_are_the_pipelines(name: str) -> None:
+    family, policy, config = FAMILIES[name], random_policy(name), saved(name)
+    sampler = family.sampler(guidance_scale=3.0)
+    noise = start(policy, sampler, len(family.prompts))
+    drawn = solved(policy, policy.encode(family.prompts, 3.0), noise, sampler)
+    pipeline = config.pipeline_class().from_pretrained(folder(name))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = config.first_order(pipeline)
+    expected = pipeline(**config.arguments(family.prompts, noise, sampler), output_type="np", return_dict=False)[0]
+    with torch.no_grad():
+        pixels = (policy.decoded(drawn) * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).numpy()
+    if family.model.task == "t2i":
+        expected = np.reshape(expected, pixels.shape)
+    np.testing.assert_allclose(pixels, expected, atol=1e-5, rtol=0)
+    assert pixels.std() > 0.02, "grey pictures would prove nothing"
+    pictures = policy.decode(drawn)
+    assert pictures.dtype == np.uint8 and pictures.shape == pixels.shape
+    np.testing.assert_array_equal(pictures, (pixels * 255).round().astype(np.uint8))
+
+
+@pytest.mark.parametrize("dynamics", DYNAMICS, ids=lambda dynamics: type(dynamics).__name__)
+def test_a_replay_is_the_rollout(name: str, dynamics: Dynamics) -> None:
+    """Invariant 1: bit for bit in the same batch, and within 1e-6 when all steps go through one forward."""
+    family, policy = FAMILIES[name], random_policy(name)
+    sampler = family.sampler(dynamics=dynamics, guidance_scale=2.5)
+    groups = [Group(i, prompt, 0, 1) for i, prompt in enumerate(PROMPTS)]
+    engine = NativeEngine(policy, sampler, Noise.of(0, "rollout"), batch_size=len(groups), decode=False)
+    drawn = [sampled.drawn.fetch() for sampled in engine.generate(groups, 0)]
+    trajectory = type(drawn[0].trajectory).concat([one.trajectory for one in drawn])
+    conditions = type(drawn[0].conditions).concat([one.conditions for one in drawn])
+    by_step = []
+    for s in range(2):
+        step = trajectory.step_index[:, s]
+        with torch.no_grad():
+            velocity = policy.velocity(trajectory.latents[:, s], trajectory.sigmas[step], conditions)
+        transition = dynamics.transition(trajectory.latents[:, s], velocity, trajectory.sigmas, step)
+        assert dynamics.log_prob(trajectory.next_latents[:, s], transition).equal(trajectory.log_probs[:, s])
+        by_step.append(velocity)
+    rows = torch.arange(len(groups)).repeat(2)
+    samples = torch.cat([trajectory.latents[:, 0], trajectory.latents[:, 1]])
+    sigma = trajectory.sigmas[torch.cat([trajectory.step_index[:, 0], trajectory.step_index[:, 1]])]
+    with torch.no_grad():
+        together = policy.velocity(samples, sigma, conditions.rows(rows))
+    error = (together - torch.cat(by_step)).square().mean().sqrt()
+    assert error <= 1e-6 * sampler.guidance_scale  # which scales up what either half is rounded by
+
+
+def test_a_sample_does_not_depend_on_its_company(name: str) -> None:
+    """Whatever the others' prompts are, and however long."""
+    family, policy = FAMILIES[name], random_policy(name)
+    sampler = family.sampler(guidance_scale=4.0)
+    noise = start(policy, sampler, len(PROMPTS))
+    together = solved(policy, policy.encode(PROMPTS, 4.0), noise, sampler)
+    for i, prompt in enumerate(PROMPTS):
+        alone = solved(policy, policy.encode([prompt], 4.0), noise[i : i + 1], sampler)
+        torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=0)
+
+
+def test_prompts_and_guidance_matter(name: str) -> None:
+    """v(g) = v_u + g (v_c - v_u) or a rescaling of it: with other words, or another g, other velocities."""
+    policy, sampler = random_policy(name), FAMILIES[name].sampler()
+    noise, sigma = start(policy, sampler, 1), torch.tensor([0.7])
+    first, second = (policy.encode([prompt], 4.0) for prompt in PROMPTS[:2])
+    unguided = policy.encode([PROMPTS[0]])
+    with torch.no_grad():
+        v = [policy.velocity(noise, sigma, conditions) for conditions in (first, second, unguided)]
+    assert (v[0] - v[1]).abs().max() > 1e-3 and (v[0] - v[2]).abs().max() > 1e-3
+
+
+def test_all_repeated_blocks_are_named(name: str) -> None:
+    """A block class that is missed is neither wrapped nor checkpointed: tens of gigabytes."""
+    policy = random_policy(name)
+    outermost = [child for child in _children(policy.module) if isinstance(child, nn.ModuleList)]
+    repeated = {type(block) for blocks in outermost for block in blocks if any(True for _ in block.parameters())}
+    assert repeated == set(policy.blocks)
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Of a transformer, or of each of two."""
+    for child in module.children():
+        yield child
+        if isinstance(child, ModelMixin):
+            yield from child.children()
+
+
+def test_every_block_gets_an_adapter_that_the_pipeline_reads(name: str, tmp_path: Path) -> None:
+    family, config = FAMILIES[name], saved(name)
+    policy = config.load(CPU)
+    add_lora(policy.module, LoRA(rank=2, alpha=4.0), policy.lora_targets, seed=0)
+    for block in (module for module in policy.module.modules() if type(module) in policy.blocks):
+        assert any(parameter.requires_grad for parameter in block.parameters())
+    sampler = family.sampler()
+    noise = start(policy, sampler, 1)
+    before = solved(policy, policy.encode(PROMPTS[:1]), noise, sampler)
+    for i, parameter in enumerate(trainable(policy.module).values()):
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
+    save_adapter(policy.module, tmp_path)
+    with torch.no_grad():
+        after = solved(policy, policy.encode(PROMPTS[:1]), noise, sampler)
+    assert (after - before).abs().max() > 1e-2
+    drawn = config.draw(folder(name), tmp_path, PROMPTS[:1], noise, sampler)
+    torch.testing.assert_close(drawn, after, atol=2e-5, rtol=0)
+
+
+def test_saved_weights_are_read_by_the_familys_class(name: str, tmp_path: Path) -> None:
+    """What full training leaves is the folder `transformer` of a pipeline."""
+    policy = random_policy(name)
+    state = {key: value + 1 for key, value in policy.module.state_dict().items()}
+    policy.save(tmp_path, state)
+    again = type(policy.pipeline.transformer).from_pretrained(tmp_path / "transformer")
+    first = next(iter(again.state_dict()))
+    assert again.state_dict()[first].equal(next(value for key, value in state.items() if key.endswith(first)))
+
+
+def test_random_weights_are_the_same_everywhere(name: str) -> None:
+    model = FAMILIES[name].model
+    assert model.load(CPU).fingerprint() == random_policy(name).fingerprint() == saved(name).load(CPU).fingerprint()
+    assert isinstance(model, PolicyConfig)
+
+
+def test_half_a_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
+    """Never random weights in silence."""
+    whole = folder(name)
+
+    def refused(path: Path, words: str) -> None:
+        with pytest.raises(LoadError, match=rf"^model\.path=[^\n]*{words}[^\n]*$"):
+            replace(saved(name), path=str(path)).load(CPU)
+
+    def linked(target: Path) -> Path:
+        return Path(shutil.copytree(whole, target))
+
+    half = linked(tmp_path / "half")
+    weights = next((half / "transformer").glob("*.safetensors"))
+    state = load_file(weights)
+    save_file({key: state[key] for key in list(state)[::2]}, weights, metadata={"format": "pt"})
+    refused(half, "missing")
+    weights.unlink()
+    refused(half, "")
+    no_vae = linked(tmp_path / "vae")
+    shutil.rmtree(no_vae / "vae")
+    refused(no_vae, "")
+    other = linked(tmp_path / "other")
+    index = json.loads((other / "model_index.json").read_text())
+    (other / "model_index.json").write_text(json.dumps(index | {"_class_name": "AnotherPipeline"}))
+    refused(other, "AnotherPipeline")
+    wider = linked(tmp_path / "wider")
+    config = wider / "transformer" / "config.json"
+    layers = next(key for key in ("num_layers", "n_layers") if key in json.loads(config.read_text()))
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {layers: settings[layers] + 1}))
+    refused(wider, "")
+
+
+def test_no_dropout_and_no_gradient_but_the_actors(name: str) -> None:
+    policy = copy.copy(random_policy(name))
+    assert not any(part.training for part in policy._parts().values())
+    assert not any(parameter.requires_grad for part in policy._parts().values() for parameter in part.parameters())
