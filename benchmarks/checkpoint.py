@@ -28,7 +28,7 @@ from benchmarks.provenance import provenance
 from benchmarks.random_sd3 import build_medium
 from flowrl.distributed.checkpoint.folders import Committed, Folders, open_checkpoint
 from flowrl.distributed.checkpoint.tensors import TensorStore
-from flowrl.models.sd3 import LORA_TARGETS
+from flowrl.models.policy import JOINT_ATTENTION
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"num_layers": 4, "num_heads": 4, "text_width": 64, "pooled_width": 64, "num_positions": 16},
@@ -80,7 +80,7 @@ def shapes_of(module: nn.Module, mode: str) -> dict[str, tuple[int, ...]]:
     """Of what is trained."""
     if mode == "full":
         return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    adapted = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear) and n.endswith(LORA_TARGETS)}
+    adapted = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear) and n.endswith(JOINT_ATTENTION)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in adapted.items():
         shapes[f"{name}.lora_A.default.weight"] = (RANK, layer.in_features)

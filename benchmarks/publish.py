@@ -39,7 +39,7 @@ from flowrl.distributed.weight_sync.receiver import Receiver
 from flowrl.distributed.weight_sync.sender import Sender
 from flowrl.distributed.weight_sync.transports.base import Link
 from flowrl.distributed.weight_sync.transports.cuda_ipc import identity
-from flowrl.models.sd3 import LORA_TARGETS
+from flowrl.models.policy import JOINT_ATTENTION
 
 RESULTS = Path(__file__).parent / "results"
 MODES: tuple[Mode, ...] = ("full", "merged", "lora")
@@ -145,7 +145,7 @@ def build(seed: int, tiny: bool) -> tuple[nn.Module, torch.device]:
 
 def adapt(module: nn.Module, seed: int) -> None:
     """Rank 32 on the attention projections, and no identity."""
-    add_lora(module, LoRA(rank=RANK, alpha=2 * RANK), LORA_TARGETS, seed=seed)
+    add_lora(module, LoRA(rank=RANK, alpha=2 * RANK), JOINT_ATTENTION, seed=seed)
     for name, parameter in module.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(parameter, std=1e-2)

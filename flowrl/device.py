@@ -22,12 +22,12 @@ def choose_device(run: Config) -> torch.device:
 
 
 def settle_torch(run: Config, place: str) -> None:
-    """`deterministic`, and attention that can be relied on, for a process that does nothing else: the worker at `place`.
+    """`deterministic`, and attention to be relied on, for a process that does nothing else: the worker at `place`.
 
     flowrl draws from keyed generators alone. The global ones are for code that is not its own, an engine or a scorer.
     """
-    # On Hopper torch prefers cuDNN's attention, whose backward pass has given NaN with masks (pytorch issue 196678, torch
-    # 2.11) and illegal memory accesses (169849); flash and memory-efficient attention have the same interface.
+    # On Hopper torch prefers cuDNN's attention, whose backward pass has given NaN with masks (pytorch issue 196678,
+    # torch 2.11) and illegal memory accesses (169849). Flash and memory-efficient attention take its place.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

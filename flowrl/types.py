@@ -66,6 +66,13 @@ class Conditions(Rows):
 
     guidance_scale: float = field(default=1.0, kw_only=True, metadata=SHARED)
 
+    def embeddings(self) -> Mapping[str, Tensor]:
+        """What a reward that looks at latents may want to know of the prompts, one row each, by diffusers' names.
+
+        `prompt_embeds`, `pooled_prompt_embeds`, `prompt_embeds_mask`; empty if the policy has no such thing.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Trajectory(Rows):

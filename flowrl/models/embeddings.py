@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ class TextConditions(Conditions):
 
     prompt: Text
     negative: Text | None = None
+
+    def embeddings(self) -> Mapping[str, Tensor]:
+        """See `Conditions`."""
+        text = self.prompt
+        parts = {"prompt_embeds": text.embeds, "pooled_prompt_embeds": text.pooled, "prompt_embeds_mask": text.mask}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass
