@@ -29,7 +29,7 @@ DTYPES += [torch.complex64, torch.float8_e4m3fn]
 class Embedded(Conditions):
     """Conditions as an adapter has them."""
 
-    embeddings: torch.Tensor
+    vectors: torch.Tensor
     names: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ def test_records_keep_their_types() -> None:
     sent = Embedded(torch.randn(2, 3).bfloat16(), ("a", "b"), guidance_scale=4.5)
     found, same = pack((sent, group)).unpack()
     assert type(found) is Embedded and found.names == sent.names and found.guidance_scale == 4.5
-    assert torch.equal(found.embeddings, sent.embeddings) and same == group
+    assert torch.equal(found.vectors, sent.vectors) and same == group
 
 
 def test_what_comes_out_is_ones_own() -> None:
