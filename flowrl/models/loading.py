@@ -39,7 +39,10 @@ def local_folder(path: str, revision: str | None, family: Any) -> Path:
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise LoadError(f"model.path={path}: there is no such folder, and a Hub id has the form owner/name.")
     with in_one_sentence(f"model.path={path}: no folder, and as a Hub id it cannot be had"), quiet_loading():
-        return Path(family.download(path, revision=revision))
+        try:
+            return Path(family.download(path, revision=revision))
+        except _broken_connection() as error:
+            raise OSError(str(error)) from error
 
 
 @contextmanager
@@ -49,6 +52,13 @@ def in_one_sentence(prefix: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LoadError(f"{prefix}: {_reason(error)}") from error
+
+
+def _broken_connection() -> type[BaseException]:
+    """What the Hub's client raises in the middle of an answer, whichever library its own errors build on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__[0]
 
 
 def _reason(error: BaseException) -> str:
@@ -70,7 +80,7 @@ _HUB_ERRORS = {  # by name: huggingface_hub is imported by diffusers, and only w
     "OfflineModeIsEnabled": "it is not in the local cache, and HF_HUB_OFFLINE forbids a download.",
     "LocalEntryNotFoundError": "it is not in the local cache, and the Hub cannot be reached.",
     "ConnectionError": "it is not in the local cache, and the Hub cannot be reached.",
-    "ConnectError": "it is not in the local cache, and the Hub cannot be reached.",
+    "TransportError": "it is not in the local cache, and the Hub cannot be reached.",
     "HFValidationError": "a Hub id has the form owner/name.",
 }
 

@@ -1,0 +1,96 @@
+"""What is said of a Hub id that cannot be had: one sentence, by what a server with the Hub's protocol answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from diffusers import StableDiffusion3Pipeline
+from huggingface_hub import constants
+
+from flowrl.models.loading import local_folder
+from flowrl.types import LoadError
+
+ANSWERS = {
+    "gated": (403, "GatedRepo", "access is granted by its owners: accept its terms on its page and set HF_TOKEN"),
+    "absent": (401, "RepoNotFound", "there is no such repository, or it is private: is HF_TOKEN set"),
+    "renamed": (404, "RevisionNotFound", "it has no such model.revision"),
+    "unreachable": (0, "", "it is not in the local cache, and the Hub cannot be reached"),
+}
+LOAD = """
+import json, sys, torch
+from flowrl.models.sd3 import SD3
+from flowrl.types import LoadError
+said = {}
+for name in sys.argv[1:]:
+    try:
+        SD3(f"owner/{name}", revision="v1").load(torch.device("cpu"))
+    except LoadError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Every request for a repository is answered as its name says."""
+
+    def answer(self) -> None:
+        name = next(name for name in ANSWERS if f"owner/{name}" in self.path)
+        status, code, _ = ANSWERS[name]
+        if not status:
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = answer
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def said(names: list[str], tmp_path: Path, **environment: str) -> dict[str, str]:
+    """What loading `owner/NAME` is refused with, by name, in a process with an empty cache."""
+    variables = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+    variables.pop("HF_TOKEN", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *names], env=variables, capture_output=True, text=True, check=True
+    )
+    return dict(json.loads(done.stdout))
+
+
+def test_each_refusal_of_the_hub_is_a_sentence_of_its_own(hub: str, tmp_path: Path) -> None:
+    messages = said(list(ANSWERS), tmp_path, HF_ENDPOINT=hub)
+    for name, (_, _, words) in ANSWERS.items():
+        assert messages[name].startswith(f"model.path=owner/{name}: no folder, and as a Hub id it cannot be had: ")
+        assert words in messages[name] and "\n" not in messages[name]
+
+
+def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(LoadError, match="it is not in the local cache, and HF_HUB_OFFLINE forbids a download"):
+        local_folder("owner/no-such-model", None, StableDiffusion3Pipeline)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "a/b/c", "/no/such/folder", "~/no/such/folder", "./none"])
+def test_what_is_no_hub_id_is_a_folder(path: str) -> None:
+    with pytest.raises(LoadError, match="there is no such folder, and a Hub id has the form owner/name"):
+        local_folder(path, None, None)
