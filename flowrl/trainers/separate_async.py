@@ -65,12 +65,12 @@ class SeparateAsyncTrainer:
         return found
 
     def _own_problems(self, run: Config) -> Iterator[Problem]:
-        least = {"total_steps": 1, "parameter_sync_step": 1, "num_warmup_batches": 0}
+        least = {"total_steps": 1, "mini_batch_size": 1, "parameter_sync_step": 1, "num_warmup_batches": 0}
         for name, low in {**least, "max_staleness": 0, "max_failed_rollouts_in_a_row": 0}.items():
-            if vars(self)[name] < low:
+            if vars(self)[name] is not None and vars(self)[name] < low:
                 yield Problem(f"trainer.{name}", f"must be at least {low}, got {vars(self)[name]}.")
         n, size = self.parameter_sync_step, self.mini_batch_size
-        if size is not None and (size < 1 or run.data.train_batch_size != n * size):
+        if size is not None and run.data.train_batch_size != n * size:
             message = f"must be trainer.parameter_sync_step x trainer.mini_batch_size = {n} x {size} = {n * size}, got "
             yield Problem("data.train_batch_size", f"{message}{run.data.train_batch_size}.")
         if run.algorithm.num_updates_per_batch != n:

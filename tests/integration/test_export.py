@@ -215,7 +215,7 @@ def test_samples_of_a_model_without_a_run(tiny_folder: Path, tmp_path: Path) -> 
         (["prompt=A", "model=tiny_sd3", "num_steps=0"], "  num_steps: must be at least 1, got 0."),
         (["prompts=/no/such.txt", "model=tiny_sd3"], "  prompts: /no/such.txt: No such file or directory"),
         (["prompt=A", "model=tiny_sd3", "family=sd4"], "  out: "),
-        (["prompt=A", "model=/no/such/folder"], "  model.path=/no/such/folder: not a complete"),
+        (["prompt=A", "model=/no/such/folder"], "  model.path=/no/such/folder: there is no such folder"),
         (
             ["prompt=A", "model=tiny_sd3", "adapter=/no/such/folder"],
             "  adapter: /no/such/folder holds no adapter_config",
