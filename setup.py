@@ -22,15 +22,16 @@ TEST = [
     "ruff",
     "setuptools>=77",
 ]
+SERVER = ["fastapi>=0.115", "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.21", "prometheus-client>=0.20"]
 EXTRAS = {
     "paddle": ["paddleocr>=3.7,<4"],
     "vllm": ["vllm==0.30.0", "vllm-omni==0.30.0"],
     "transfer_queue": ["TransferQueue>=0.1.11,<0.2"],
-    "server": ["fastapi>=0.115", "uvicorn>=0.30"],
+    "server": SERVER,
     "video": ["imageio[ffmpeg]>=2.37"],
     "pretrain": ["matplotlib>=3.9"],
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
-    "test": TEST,
+    "test": [*TEST, *SERVER],
 }
 
 setup(
@@ -61,10 +62,12 @@ setup(
         "diffusers>=0.40,<0.43",
         "transformers>=5.13,<6",
         "accelerate>=1.12",
+        "httpx2>=2.0",
         "peft>=0.21",
         "safetensors>=0.6",
         "numpy>=2.3",
         "pillow>=11",
+        "pyarrow>=20",
         "hydra-core>=1.3,<1.4",
         "omegaconf>=2.3,<2.4",
         "PyYAML>=6",
@@ -77,7 +80,9 @@ setup(
         "wandb>=0.25",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["flowrl = flowrl.cli.train:main"]},
+    entry_points={
+        "console_scripts": ["flowrl = flowrl.cli.train:main", "flowrl-data = data_process.__main__:main"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

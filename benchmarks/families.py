@@ -55,16 +55,18 @@ def main() -> None:
     import transformers  # noqa: F401
 
     command = " ".join(["python", "-m", "benchmarks.families", *sys.argv[1:]])
-    written: dict[str, Any] = {"results": {}}
+    written: dict[str, Any] = {"results": dict.fromkeys(arguments.cases, "not reached")}
     for name in arguments.cases:
         overrides = [*CASES[name], *ONE_GPU, *(TINY if arguments.size == "tiny" else ())]
         with tempfile.TemporaryDirectory() as runs:
             process = multiprocessing.get_context("fork").Process(target=measure, args=(overrides, runs, command))
             process.start()
             process.join()
-            file = Path(runs) / "report.json"
-            report = json.loads(file.read_text()) if file.is_file() else {"failed": process.exitcode}
-        written = {**report.pop("made_with", {}), "results": {**written["results"], name: report}}
+            report = json.loads((Path(runs) / "report.json").read_text())
+        if process.exitcode:
+            report["failed"] = f"exit status {process.exitcode}"
+        written |= report.pop("made_with")
+        written["results"][name] = report
         print(name, json.dumps(report), flush=True)
         arguments.output.write_text(json.dumps(written, indent=1) + "\n")
 
@@ -73,6 +75,9 @@ def measure(overrides: list[str], runs: str, command: str) -> None:
     """One run, in this process, which alone touches CUDA; leaves `report.json` in `runs`."""
     import torch
 
+    made_with = provenance(command, "diffusers", "transformers", "peft")
+    file = Path(runs) / "report.json"
+    file.write_text(json.dumps({"made_with": made_with, "overrides": overrides}))
     began = time.perf_counter()
     run = flowrl.load_config([*overrides, f"runs={runs}", "name=run"])
     flowrl.train(run)
@@ -80,13 +85,13 @@ def measure(overrides: list[str], runs: str, command: str) -> None:
     shown = {k: v for k, v in records[-1].items() if k.startswith(("perf/", "train/", "reward/mean"))}
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     report = {
-        "made_with": provenance(command, "diffusers", "transformers", "peft"),
+        "made_with": made_with,
         "overrides": overrides,
         "seconds": round(time.perf_counter() - began, 1),
         "peak_memory_gib": None if peak is None else round(peak, 1),
         "last_step": shown,
     }
-    (Path(runs) / "report.json").write_text(json.dumps(report))
+    file.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m data_process inspect FILE`: is this a prompt file that flowrl can train on?"""
+"""`python -m data_process prepare|curate|inspect`, installed as `flowrl-data`: prompt files that can be trusted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from flowrl.data.prompts import TARGETS, PromptFileError, fingerprint, load_prompts
-from flowrl.prompts import Prompt
+from data_process import curate, inspect, prepare
+from data_process.refused import Refused
+from flowrl.data.rows import PromptFileError
 
 
 def main() -> None:
-    """The command: exits with 1 if the file has faults."""
+    """The command: exits with 1 if data have faults, with 2 if the command has."""
     sys.exit(command(sys.argv[1:]))
 
 
@@ -19,31 +20,31 @@ def command(arguments: Sequence[str]) -> int:
     """Carry out a command line and return its exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        prompts = load_prompts(parsed.file, parsed.target)
+        status: int | None = parsed.run(parsed)
+    except Refused as error:
+        lines = list(error.lines)
     except PromptFileError as error:
-        print("\n".join(error.report()))
-        return 1
-    print(f"{parsed.file}: {_summary(prompts)}\nsha256 {fingerprint(parsed.file)}")
-    return 0
-
-
-def _summary(prompts: Sequence[Prompt]) -> str:
-    """How many prompts, how long, how many of them twice, how many with a target."""
-    lengths = [len(prompt.text) for prompt in prompts]
-    repeated = len(prompts) - len({prompt.id for prompt in prompts})
-    targets = sum(prompt.target is not None for prompt in prompts)
-    return (
-        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} characters, "
-        f"{repeated} repeated, {targets} with a target"
-    )
+        lines = error.report()
+    except OSError as error:
+        lines = [f"{error.filename}: {error.strerror}"]
+    else:
+        return status or 0
+    print("\n".join(lines), file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data_process", description="Tools for prompt files.")
+    parser = argparse.ArgumentParser(prog="flowrl-data", description="Prompt files: make, split and check them.")
     commands = parser.add_subparsers(required=True)
-    inspect = commands.add_parser("inspect", help="report every fault of a prompt file by line, or what it holds")
-    inspect.add_argument("file", help=".txt (one prompt a line) or .jsonl; an ordinary path or pkg://PACKAGE/path")
-    inspect.add_argument("--target", choices=TARGETS, default="none", help="what data.target will be (default: none)")
+    for module, summary in (
+        (prepare, "turn a published data set into a data file"),
+        (curate, "drop duplicates, filter, and split for training and evaluation"),
+        (inspect, "report every fault of data files by line, or what they hold"),
+    ):
+        name = module.__name__.rpartition(".")[2]
+        one = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
+        module.add_arguments(one)
+        one.set_defaults(run=module.run)
     return parser
 
 

@@ -66,18 +66,20 @@ class Data:
 
 @dataclass
 class Reward:
-    """Components by name, and the CPU processes that score with them. How they are combined: `algorithm.advantages`."""
+    """Components by name, and the processes that score with them. How they are combined: `algorithm.advantages`."""
 
     components: dict[str, Any] = field(default_factory=dict)
-    num_workers: int = 2  # CPU processes; 0 = score in the trainer's process
+    runtime: str = "cpu"  # where they run: cpu | colocated (on the GPU that draws) | remote (on GPUs of their own)
+    num_workers: int = 2  # processes; 0 = score in the trainer's process
+    num_gpus_per_worker: float = 1.0  # with runtime=remote
     timeout_s: float = 120.0
     retries: int = 2
     report_stuck_s: float = 60.0  # a worker that scores or loads for so long is reported
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of every component, once they are built."""
-        return {name: component.weight for name, component in self.components.items()}
+        """Of every component, once they are built; one that is alone need not have any."""
+        return {name: 1.0 if part.weight is None else part.weight for name, part in self.components.items()}
 
 
 @dataclass
@@ -161,6 +163,7 @@ class Rollout:
     """Generation."""
 
     engine: Any = MISSING  # rollout.native.Native, or any EngineConfig of flowrl.types
+    output: str = "image"  # what rewards are given: image | latent (nothing is decoded) | both; evaluations are both
     batch_size: int = 64  # samples in one forward
     gather: str = "auto"  # layout shared, several ranks: hold all blocks gathered while sampling: auto | always | never
     num_workers: int = 1  # layout standalone: processes that only sample

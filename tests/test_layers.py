@@ -15,7 +15,7 @@ RANKS = [
     {"types", "device"},
     {"algorithms", "models", "distributed", "tiny"},
     {"data", "rollout", "rewards", "buffer", "tracking"},
-    {"trainers", "preflight"},
+    {"trainers", "preflight", "serving"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -25,7 +25,7 @@ RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 HEAVY = {
     "hydra": {"cli"},
     "diffusers": {"models", "tiny"},
-    "transformers": {"models", "tiny"},
+    "transformers": {"models", "tiny", "rewards"},
     "peft": {"distributed"},
     "ray": {"distributed"},
     "wandb": {"tracking"},
@@ -35,8 +35,11 @@ HEAVY = {
     "paddleocr": {"rewards"},
     "matplotlib": {"tiny"},
     "imageio": {"tracking"},
+    "fastapi": {"serving"},
+    "uvicorn": {"serving"},
+    "prometheus_client": {"serving"},
 }
-AT_ONCE = {"cli", "tiny"}  # composition, and the making of tiny_sd3: nothing else is done there
+AT_ONCE = {"cli", "tiny", "serving"}  # composition, the making of tiny_sd3, servers: nothing else is done there
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

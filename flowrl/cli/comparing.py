@@ -12,8 +12,11 @@ from flowrl.cli.trained import Trained, check_base, install, settle
 from flowrl.config import Config, ConfigError, Problem
 from flowrl.data.prompts import PromptFileError
 from flowrl.device import choose_device, torch_settings
+from flowrl.distributed.launch.base import Place
+from flowrl.distributed.launch.failures import PlacementError
 from flowrl.rewards.pool import RewardPool
 from flowrl.trainers.evaluator import Evaluated, Evaluator, evaluation_engine
+from flowrl.trainers.placement import on_gpu, on_host, reward_places
 from flowrl.types import ScoredGroup
 
 Compared = Mapping[str, Mapping[str, Comparison]]
@@ -23,9 +26,15 @@ Compared = Mapping[str, Mapping[str, Comparison]]
 def scored(run: Config, trained: Trained) -> tuple[Evaluated, Evaluated]:
     """The run's evaluation with the model as it is loaded, and with the trained weights.
 
-    Raises LoadError, RewardError, and ConfigError for a set whose file cannot be read.
+    Raises LoadError, RewardError, and ConfigError for a set whose file cannot be read, or too few GPUs for the rewards.
     """
-    with torch_settings(run), RewardPool.from_config(run.trainer.eval.rewards or run.reward) as rewards:
+    reward = run.trainer.eval.rewards or run.reward
+    here = [Place("evaluation", num_gpus=1.0 if on_gpu(run) else 0.0)]
+    try:
+        workers = on_host(reward_places(reward, "reward", here), here)
+    except PlacementError as error:
+        raise ConfigError(Problem("run", f"its rewards do not fit on this machine: {error}.")) from error
+    with torch_settings(run), RewardPool.from_config(reward, workers) as rewards:
         rewards.start()  # its models load while the policy does
         policy = run.model.load(choose_device(run))
         check_base(policy, trained)

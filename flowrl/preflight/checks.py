@@ -1,18 +1,10 @@
-"""Every error of a configuration that can be known before work starts, all of them at once.
-
-Nothing is written, no model is read, no process is started and CUDA is not initialised; torch is the heaviest import.
-"""
+"""The whole of it, and what parts of a run have to do with each other."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from signal import Signals
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -20,8 +12,6 @@ from omegaconf import DictConfig
 from flowrl.buffer.base import Buffer
 from flowrl.build import assemble
 from flowrl.config import Config, ConfigError, Evaluation, LoRA, Particular, Problem, Reward
-from flowrl.data.prompts import TARGETS, PromptFileError, load_prompts
-from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.distributed.launch.base import Launcher
 from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.lora import ADAPTER_FILES, adapter_files
@@ -30,40 +20,15 @@ from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.schedule import Schedule
 from flowrl.flow.solvers import Solver
 from flowrl.flow.steps import Steps
+from flowrl.preflight.rewards import evaluation, prompts, rewards
+from flowrl.preflight.trainer import Trainer
+from flowrl.preflight.values import AT_MOST, choices, ranges
 from flowrl.rewards.combine import Component
 from flowrl.tracking.loggers.base import Logger
 from flowrl.types import Algorithm, EngineConfig, PolicyConfig
 
-LONGEST_TIMEOUT = 7 * 24 * 3600.0
-LARGEST = 2**31
 NUM_PROBED_ROLLOUTS = 1000  # step strategies may draw anew for each rollout
-
-
-@runtime_checkable
-class Trainer(Protocol):
-    """A trainer mode (`trainer` in the configuration)."""
-
-    @property
-    def total_steps(self) -> int:
-        """After which the run is finished."""
-        ...
-
-    @property
-    def eval(self) -> Evaluation:
-        """Held-out evaluation."""
-        ...
-
-    @property
-    def layout(self) -> str:
-        """Who samples: shared | colocated | standalone."""
-        ...
-
-    def fit(self, run: Config, start: Committed | None) -> Signals | None:
-        """Train to the last step, from a checkpoint if there is one, and leave the report in the run folder.
-
-        Returns None at the end, or the signal that was answered by saving and stopping before it.
-        """
-        ...
+_KEEP_THE_BASE = ("gaussian", "orthogonal")  # peft's other starts change the base's weights, or need data to begin from
 
 
 def preflight(cfg: DictConfig) -> Config:
@@ -73,7 +38,7 @@ def preflight(cfg: DictConfig) -> Config:
     problems.extend(_new(_types(run), faults))
     if not problems:  # components look at each other: only now is each of them what it should be
         problems.extend(_particulars(run))
-    for check in (_ranges, _choices, _place, _sampling, _batches, _optimizer, _lora, _prompts, _rewards, _evaluation):
+    for check in (ranges, choices, _place, _sampling, _batches, _optimizer, _lora, prompts, rewards, evaluation):
         problems.extend(_new(check(run), faults))
     if problems:
         raise ConfigError(*problems)
@@ -87,111 +52,6 @@ def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
             fault == problem.path or fault.startswith((f"{problem.path}.", f"{problem.path}[")) for fault in faults
         ):
             yield problem
-
-
-# ---------------------------------------------------------------------------------------------- single values
-
-_AT_MOST = {
-    "sampler.num_steps": 10_000,
-    "num_steps": 10_000,  # of an evaluation
-}
-_AT_LEAST = {
-    "sampler.num_steps": 1,
-    "sampler.height": 1,
-    "sampler.width": 1,
-    "sampler.frames": 1,
-    "sampler.guidance_scale": 0,
-    "data.train_batch_size": 1,
-    "data.num_samples_per_prompt": 1,
-    "actor.micro_batch_size": 1,
-    "actor.max_skipped_updates": 1,
-    "actor.num_ranks": 1,
-    "actor.fsdp.load_wave_size": 1,
-    "actor.lora.rank": 1,
-    "actor.optimizer.weight_decay": 0,
-    "actor.optimizer.warmup_steps": 0,
-    "actor.optimizer.decay_steps": 1,
-    "actor.optimizer.min_lr": 0,
-    "actor.ema.every": 1,
-    "rollout.batch_size": 1,
-    "rollout.num_workers": 1,
-    "rollout.max_restarts": 0,
-    "weight_sync.bucket_mb": 1,
-    "weight_sync.retries": 0,
-    "artifacts.keep": 0,
-    "artifacts.every": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 0,
-    "checkpoint.max_failures": 1,
-}
-_POSITIVE = (
-    "sampler.fps",
-    "actor.lora.alpha",
-    "actor.optimizer.lr",
-    "actor.optimizer.eps",
-    "actor.optimizer.max_grad_norm",
-    "rollout.num_gpus_per_worker",
-    "rollout.timeout_s",
-    "rollout.report_stuck_s",
-    "actor.timeout_s",
-    "weight_sync.timeout_s",
-)
-_DTYPES = ("float32", "bfloat16")
-_ONE_OF = {
-    "device": ("auto", "cpu", "cuda"),
-    "data.target": TARGETS,
-    "actor.mode": ("lora", "full"),
-    "actor.optimizer.schedule": ("constant", "linear", "cosine"),
-    "actor.master_dtype": _DTYPES,
-    "actor.fsdp.param_dtype": (None, *_DTYPES),
-    "actor.fsdp.reduce_dtype": _DTYPES,
-    "rollout.gather": ("auto", "always", "never"),
-    "rollout.on_death": ("stop", "restart"),
-    "weight_sync.mode": ("auto", "lora", "merged", "full"),
-    "weight_sync.transport": ("auto", "broadcast", "cuda_ipc", "object_store"),
-    "weight_sync.wire_dtype": (None, *_DTYPES),
-    "weight_sync.staging": ("device", "host"),
-    "checkpoint.best": ("max", "min"),
-}
-_AT_LEAST_IN_REWARD = {"num_workers": 0, "retries": 0}
-_AT_LEAST_IN_EVALUATION = {"every": 0, "samples_per_prompt": 1, "num_steps": 1}
-_KEEP_THE_BASE = ("gaussian", "orthogonal")  # peft's other starts change the base's weights, or need data to begin from
-
-
-def _ranges(run: Config) -> Iterator[Problem]:
-    yield from _below(run, "", _AT_LEAST)
-    for path in _POSITIVE:
-        yield from _not_positive(path, attrgetter(path)(run))
-    decay = run.actor.ema.decay
-    if not 0 <= decay < 1:
-        yield Problem("actor.ema.decay", f"must be in [0, 1), got {decay}.")
-    if isinstance(run.model, PolicyConfig) and run.model.task == "t2i" and run.sampler.frames > 1:
-        message = f"must be 1 for a model that draws pictures (model.task=t2i), got {run.sampler.frames}."
-        yield Problem("sampler.frames", message, "Set it to 1, or choose a model of videos.")
-
-
-def _not_positive(path: str, value: float) -> Iterator[Problem]:
-    if not (math.isfinite(value) and value > 0):
-        yield Problem(path, f"must be greater than 0, got {value}.")
-
-
-def _below(owner: Any, prefix: str, bounds: Mapping[str, int]) -> Iterator[Problem]:
-    """Numbers under their bound; null passes, since the schema refuses it where it is not allowed."""
-    for name, low in bounds.items():
-        value = attrgetter(name)(owner)
-        if value is not None and not (math.isfinite(value) and value >= low):
-            yield Problem(f"{prefix}{name}", f"must be at least {low}, got {value}.")
-        elif value is not None and value > _AT_MOST.get(name, LARGEST):
-            yield Problem(f"{prefix}{name}", f"must be at most {_AT_MOST.get(name, LARGEST)}, got {value}.")
-
-
-def _choices(run: Config) -> Iterator[Problem]:
-    for path, allowed in _ONE_OF.items():
-        value = attrgetter(path)(run)
-        if value not in allowed:
-            names = ["null" if choice is None else choice for choice in allowed]
-            yield Problem(path, f"must be {' or '.join(names)}, got {value!r}.")
 
 
 def _place(run: Config) -> Iterator[Problem]:
@@ -280,7 +140,7 @@ def _sampling(run: Config) -> Iterator[Problem]:
 def _stochastic(run: Config, num_steps: int, num_rollouts: int) -> Iterator[Problem]:
     """What keeps the first rollouts of `num_steps` steps from being drawn."""
     steps, dynamics = run.sampler.steps, run.sampler.dynamics
-    if not isinstance(steps, Steps) or not 1 <= num_steps <= _AT_MOST["sampler.num_steps"]:
+    if not isinstance(steps, Steps) or not 1 <= num_steps <= AT_MOST["sampler.num_steps"]:
         return
     reasons = steps.invalid(num_steps)
     yield from (Problem("sampler.steps", f"{reason}.", "See sampler.num_steps.") for reason in reasons)
@@ -359,67 +219,3 @@ def _lora_start(lora: LoRA) -> Iterator[Problem]:
     if lora.warm_start is not None and not adapter_files(Path(lora.warm_start)):
         message = f"{lora.warm_start!r} holds no adapter: there is neither {' nor '.join(ADAPTER_FILES)}."
         yield Problem("actor.lora.warm_start", message)
-
-
-# ---------------------------------------------------------------------------------------------- prompts, evaluation
-
-
-def _prompts(run: Config) -> Iterator[Problem]:
-    if run.data.train is not None:
-        yield from _prompt_file("data.train", run.data.train, run)
-
-
-def _rewards(run: Config) -> Iterator[Problem]:
-    yield from _reward("reward", run.reward, "Set reward=NAME.")
-    if isinstance(run.trainer, Trainer) and run.trainer.eval.rewards is not None:
-        hint = "Add +reward@trainer.eval.rewards=NAME, or set it to null for training's own."
-        yield from _reward("trainer.eval.rewards", run.trainer.eval.rewards, hint)
-
-
-def _reward(path: str, reward: Reward, hint: str) -> Iterator[Problem]:
-    if not reward.components:
-        yield Problem(f"{path}.components", "is empty: there is nothing to score with.", hint)
-    yield from _below(reward, f"{path}.", _AT_LEAST_IN_REWARD)
-    yield from _not_positive(f"{path}.timeout_s", reward.timeout_s)
-    yield from _not_positive(f"{path}.report_stuck_s", reward.report_stuck_s)
-    if reward.timeout_s is not None and reward.timeout_s > LONGEST_TIMEOUT:
-        yield Problem(f"{path}.timeout_s", f"must be at most {LONGEST_TIMEOUT} (a week), got {reward.timeout_s}.")
-    for name in reward.components:
-        yield from _plain_name(f"{path}.components", name)
-    weights = [part.weight for part in reward.components.values() if isinstance(part, Component)]
-    if weights and not any(weights):
-        yield Problem(f"{path}.components", "all have the weight 0: there is nothing to learn from.")
-
-
-def _plain_name(path: str, name: str) -> Iterator[Problem]:
-    """Names of sets and components become folders, metric names and table cells."""
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        yield Problem(path, f"a name must be of letters, digits, '_', '.' and '-', got {name!r}.")
-
-
-def _evaluation(run: Config) -> Iterator[Problem]:
-    if not isinstance(run.trainer, Trainer):
-        return
-    settings = run.trainer.eval
-    yield from _below(settings, "trainer.eval.", _AT_LEAST_IN_EVALUATION)
-    if settings.dynamics not in ("ode", "same"):
-        yield Problem("trainer.eval.dynamics", f"must be ode or same, got {settings.dynamics!r}.")
-    for name, path in settings.sets.items():
-        yield from _plain_name("trainer.eval.sets", name)
-        yield from _prompt_file(f"trainer.eval.sets.{name}", path, run)
-
-
-def _prompt_file(path: str, file: str, run: Config) -> Iterator[Problem]:
-    if run.data.target not in TARGETS:
-        return
-    try:
-        prompts = load_prompts(file, run.data.target)
-    except PromptFileError as error:
-        yield Problem(path, str(error))
-        return
-    if isinstance(run.model, PolicyConfig):
-        others = Counter(prompt.metadata.get("task", run.model.task) for prompt in prompts)
-        del others[run.model.task]
-        if others:
-            message = f"{file}: {others.total()} of {len(prompts)} prompts are for {', '.join(map(str, others))}"
-            yield Problem(path, f"{message}, but model.task is {run.model.task}.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowrl.config import Config, Particular, Problem
 from flowrl.rewards.frames import AllFrames, Frames, UniformFrames, VideoScorer, chosen
+from flowrl.rewards.latents import LatentScorer
 from flowrl.types import ScoredGroup, Scorer
 
 Combiner = Callable[[Mapping[str, Tensor], Mapping[str, float], Tensor], Tensor]
@@ -25,9 +26,10 @@ class Component:
     """One reward among others.
 
     Args:
-        scorer: a `types.Scorer`; of videos, it may be a `rewards.frames.VideoScorer`.
+        scorer: a `types.Scorer`; of videos, it may be a `rewards.frames.VideoScorer`. A `rewards.latents.LatentScorer`
+            is given latents instead of pictures.
         weight: of its advantages (`combine=weighted_sum`, `gdpo`) or of its scores (`raw`); 0 only logs it, and a
-            negative one punishes.
+            negative one punishes. None is 1 for a component that is alone, and an error for one of several.
         required: if it fails for good the run stops; else the group goes without it, which is counted.
         perfect: the full score, if there is one: evaluation reports the share of samples that reach it.
         frames: of videos: which frames the scorer gets, a `rewards.frames.Frames`. None gives a `VideoScorer` all of
@@ -35,20 +37,30 @@ class Component:
     """
 
     scorer: Any
-    weight: float = 1.0
+    weight: float | None = None
     required: bool = True
     perfect: float | None = None
     frames: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scorer, Scorer):
-            raise ValueError(f"scorer must have load() and score(images, prompts), got {self.scorer!r}")
-        if not math.isfinite(self.weight):
+        if not isinstance(self.scorer, Scorer | LatentScorer):
+            raise ValueError(
+                "scorer must have load() and score(images, prompts), or score_latents(latents, text, prompts), got "
+                f"{self.scorer!r}"
+            )
+        if self.weight is not None and not math.isfinite(self.weight):
             raise ValueError(f"weight must be a finite number, got {self.weight}")
         if self.perfect is not None and not math.isfinite(self.perfect):
             raise ValueError(f"perfect must be a finite number or null, got {self.perfect}")
         if self.frames is not None and not isinstance(self.frames, Frames):
             raise ValueError(f"frames must have choose(num_frames), or be null, got {self.frames!r}")
+        if self.frames is not None and self.sees_latents:
+            raise ValueError(f"frames must be null: {type(self.scorer).__name__} scores latents, all of them")
+
+    @property
+    def sees_latents(self) -> bool:
+        """Is it scored by latents, and not by pictures?"""
+        return isinstance(self.scorer, LatentScorer)
 
     def scored_part(self, images: np.ndarray) -> np.ndarray:
         """What the scorer gets: pictures [K, H, W, 3] as they are, of videos [K, F, H, W, 3] the chosen frames."""

@@ -46,6 +46,29 @@ def _comparable(text: str) -> str:
     return "".join(text.split()).lower()
 
 
+def text_score(recognised: str, prompt: Prompt, *, substring: bool, normalise: str) -> float:
+    """`ocr_score` against the prompt's target, both in the Unicode form `normalise`, one of `FORMS`.
+
+    Raises ValueError for a prompt without a target, by its id.
+    """
+    if prompt.target is None or not prompt.target.strip():
+        raise ValueError(f"prompt {prompt.id!r} has no target, so there is no text to look for: {prompt.text}")
+    return ocr_score(_normal(recognised, normalise), _normal(prompt.target, normalise), substring=substring)
+
+
+def _normal(text: str, form: str) -> str:
+    return text if form == "none" else unicodedata.normalize(form, text)  # type: ignore[arg-type]  # one of FORMS
+
+
+def without_targets(run: Config) -> list[Problem]:
+    """What is wrong with prompts that have no targets."""
+    if run.data.target != "none":
+        return []
+    message = "is none, but the OCR reward needs the text that each prompt asks for."
+    hint = "Set data.target=quoted, or data.target=field for a JSONL file with targets."
+    return [Problem("data.target", message, hint)]
+
+
 @dataclass(kw_only=True, eq=False)
 class OCR:
     """`ocr_score` of what a recogniser reads in each picture against `Prompt.target`.
@@ -76,11 +99,7 @@ class OCR:
     def problems(self, run: Config) -> list[Problem]:
         """Without targets there is nothing to look for, and without its packages nothing to look with."""
         problems = self.recogniser.problems(run) if isinstance(self.recogniser, Particular) else []
-        if run.data.target != "none":
-            return problems
-        message = "is none, but the OCR reward needs the text that each prompt asks for."
-        hint = "Set data.target=quoted, or data.target=field for a JSONL file with targets."
-        return [Problem("data.target", message, hint), *problems]
+        return [*without_targets(run), *problems]
 
     def load(self) -> None:
         """Load the recogniser."""
@@ -88,20 +107,15 @@ class OCR:
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """float64 [B] in [0, 1]. Raises ValueError for a prompt without a target, by its id."""
-        targets = [self._normal(_target(prompt)) for prompt in prompts]
-        texts = [self._normal(self._joined(lines)) for lines in self.recogniser.read(images)]
+        texts = [self._joined(lines) for lines in self.recogniser.read(images)]
         scores = [
-            ocr_score(text, target, substring=self.substring) for text, target in zip(texts, targets, strict=True)
+            text_score(text, prompt, substring=self.substring, normalise=self.normalise)
+            for text, prompt in zip(texts, prompts, strict=True)
         ]
         return np.array(scores, dtype=np.float64)
 
     def _joined(self, lines: Sequence[Line]) -> str:
         return "".join(line.text for line in lines if line.confidence > self.min_confidence)
-
-    def _normal(self, text: str) -> str:
-        if self.normalise == "none":
-            return text
-        return unicodedata.normalize(self.normalise, text)  # type: ignore[arg-type]  # one of FORMS
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,9 +134,3 @@ class VideoOCR(OCR):
         num_read = (scores > 0).sum(axis=1)
         means: np.ndarray = scores.sum(axis=1) / np.maximum(num_read, 1)
         return means
-
-
-def _target(prompt: Prompt) -> str:
-    if prompt.target is None or not prompt.target.strip():
-        raise ValueError(f"prompt {prompt.id!r} has no target, so there is no text to look for: {prompt.text}")
-    return prompt.target

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Self
 
@@ -17,11 +17,13 @@ import numpy as np
 from flowrl import config
 from flowrl.distributed.launch.stuck import reporting
 from flowrl.rewards.combine import Component
+from flowrl.rewards.exposure import Exposure
+from flowrl.rewards.latents import Latents, LatentScorer
 from flowrl.rewards.scoring import Request, RewardError
-from flowrl.rewards.worker import InlineWorker, ProcessWorker, Worker
-from flowrl.types import SampledGroup, ScoredGroup, Scorer
+from flowrl.rewards.worker import InlineWorker, OnHost, Worker
+from flowrl.types import Drawn, SampledGroup, ScoredGroup, Scorer
 
-MakeWorker = Callable[[int, Mapping[str, Scorer], float, float], Worker]
+MakeWorker = Callable[[int, Mapping[str, Scorer | LatentScorer], float, float], Worker]
 """A worker's number, the scorers by name, `timeout_s` and `load_timeout_s` -> the worker, not yet started."""
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,10 @@ class RewardPool:
         retries: further attempts after a failure of whatever kind, on a new worker if the old one was lost.
         report_stuck_s: who scores or loads for longer than that is reported.
         load_timeout_s: for a worker to import and load its components.
-        make_worker: where they run, if not in spawned processes of this host: `remote.OnCluster`.
+        make_worker: where they run: `worker.OnHost`, by default without a GPU, or `remote.OnCluster`.
+
+    `exposure` divides the time in which groups are scored that count. `stream` tells it what is waited for; who calls
+    `submit` does so itself.
     """
 
     def __init__(
@@ -62,8 +67,9 @@ class RewardPool:
         self._closed = False
         self._totals = defaultdict[str, float](float, samples=0, seconds=0, retries=0)
         self._lock = threading.Lock()
+        self.exposure = Exposure()
         scorers = {name: component.scorer for name, component in components.items()}
-        make = make_worker or _spawned
+        make = make_worker or OnHost()
         self._workers = [make(index, scorers, timeout_s, load_timeout_s) for index in range(num_workers)] or [
             InlineWorker(scorers)
         ]
@@ -121,25 +127,37 @@ class RewardPool:
     def stream(self, groups: Iterable[SampledGroup], *, counted: bool = True) -> Iterator[ScoredGroup]:
         """All groups scored, in their order, while `groups` goes on generating. See `submit`."""
         pending: deque[Future[ScoredGroup]] = deque()
+        if counted:
+            self.exposure.expose(not self.overlaps)
         try:
             for group in groups:
                 pending.append(self.submit(group, counted=counted))
                 while pending and pending[0].done():
                     yield pending.popleft().result()
+            if counted:
+                self.exposure.expose(True)
             while pending:
                 yield pending.popleft().result()
         finally:
+            if counted:
+                self.exposure.expose(False)
             for future in pending:
                 future.cancel()
+
+    @property
+    def overlaps(self) -> bool:
+        """Can anything be drawn meanwhile by whoever calls `submit`?"""
+        return self._threads is not None
 
     def totals(self) -> dict[str, float]:
         """Of what was to be counted, since the pool was made.
 
         `samples` scored (once for each component), `seconds` that workers took for them, `retries`, and
-        `dropped/<component>`, the groups that go without an optional component.
+        `dropped/<component>`, the groups that go without an optional component; `hidden` and `exposed`, see `Exposure`.
         """
+        wall = self.exposure.seconds()
         with self._lock:
-            return dict(self._totals)
+            return {**self._totals, "hidden": wall.hidden, "exposed": wall.exposed}
 
     def close(self) -> None:
         """End all workers, whatever they are doing; groups not yet scored are lost. Can be called twice."""
@@ -153,8 +171,10 @@ class RewardPool:
 
     def _score(self, sampled: SampledGroup, counted: bool) -> ScoredGroup:
         worker, spent, parts = self._idle.get(), defaultdict[str, float](float), self._components.items()
+        subject = Subject(sampled)
         try:
-            found = {name: self._attempt(worker, _request(name, part, sampled), spent) for name, part in parts}
+            with self.exposure.scoring() if counted else nullcontext():
+                found = {name: self._attempt(worker, subject.request(name, part), spent) for name, part in parts}
         finally:
             self._idle.put(worker)
             if counted:
@@ -174,7 +194,7 @@ class RewardPool:
                 with self._reporting(worker, f"scores {request.component} on {request.subject}", self._timeout_s):
                     scores = worker.score(request)
             except RewardError as error:
-                if not self._closed and retries_left:
+                if not self._closed and retries_left and not error.final:
                     spent["retries"] += 1
                     log.warning("%s; trying again", error)
                 elif self._closed or self._components[request.component].required:
@@ -194,18 +214,30 @@ class RewardPool:
         return reporting(self._report_stuck_s, lambda: f"{name} {task}{limit}")
 
 
-def _spawned(index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float) -> Worker:
-    return ProcessWorker(scorers, timeout_s, load_timeout_s)
+class Subject:
+    """A group on its way to the scorers. Latents are fetched where it is scored, and once for all components."""
 
+    def __init__(self, sampled: SampledGroup) -> None:
+        self._sampled = sampled
+        self._latents: Latents | None = None
 
-def _request(name: str, component: Component, sampled: SampledGroup) -> Request:
-    """Only what is scored goes to the worker: a second of video has megabytes."""
-    group, images = sampled.group, sampled.images
-    if images is None:
-        raise RewardError(name, f"prompt {group.prompt.id!r}", "the rollout kept no pictures to score")
-    ids = tuple(group.sample_id(slot) for slot in range(len(images)))
-    try:
-        part = component.scored_part(images)
-    except ValueError as error:
-        raise RewardError(name, f"prompt {group.prompt.id!r}", str(error)) from error
-    return Request(name, part, group.prompt, ids)
+    def request(self, name: str, component: Component) -> Request:
+        """Only what is scored goes to the worker: a second of video has megabytes."""
+        group = self._sampled.group
+        ids = tuple(group.sample_id(slot) for slot in range(group.num_samples))
+        try:
+            shown = self._fetched() if component.sees_latents else component.scored_part(self._pictures())
+        except (KeyError, ValueError) as error:
+            raise RewardError(name, f"prompt {group.prompt.id!r}", str(error.args[0])) from error
+        return Request(name, shown, group.prompt, ids)
+
+    def _pictures(self) -> np.ndarray:
+        if self._sampled.images is None:
+            raise ValueError("the rollout kept no pictures to score (rollout.output)")
+        return self._sampled.images
+
+    def _fetched(self) -> Latents:
+        if self._latents is None:
+            drawn: Drawn = self._sampled.drawn.fetch()
+            self._latents = Latents.of(drawn)
+        return self._latents

@@ -1,8 +1,8 @@
 """The main function of a reward worker's process.
 
-This module, and what it imports, needs nothing but the standard library, so that the number of threads (one) is set
-before any numerical library reads it. And nothing that a worker imports should import torch, which costs 200 MB and
-seconds of start-up.
+This module, and what it imports, needs nothing but the standard library, so that the number of threads (one) and the
+GPUs are set before any numerical library reads them. And nothing that a worker imports should import torch, which costs
+200 MB and seconds of start-up.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING
 from flowrl.distributed.launch.process import end_group, follow_parent
 
 if TYPE_CHECKING:
-    from flowrl.types import Scorer
+    from flowrl.rewards.scoring import AnyScorer
 
 WORKER = "flowrl-reward"  # name of the processes
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -> None:
+def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes], gpus: str) -> None:
     """Say None on arriving here, None again when loaded, then answer each request, until the pipe ends.
 
     An answer is the scores or a RewardError.
 
     `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
-    prompts: what it imports should not count against the time of the first request.
+    prompts: what it imports should not count against the time of the first request. `gpus` are all that it sees.
     """
     follow_parent()
-    os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
+    os.environ |= {**dict.fromkeys(THREAD_VARIABLES, "1"), GPUS_VARIABLE: gpus}
     try:
         connection.send(None)
     except OSError:  # nobody listens any more
@@ -54,11 +55,11 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes]) -
         end_group()
 
 
-def _load(name: str, pickled: bytes) -> Scorer:
+def _load(name: str, pickled: bytes) -> AnyScorer:
     from flowrl.rewards import scoring
 
     try:
-        scorer: Scorer = pickle.loads(pickled)
+        scorer: AnyScorer = pickle.loads(pickled)
     except scoring.FAULTS as error:
         raise scoring.failure(name, "loading", error) from error
     scoring.load(name, scorer)

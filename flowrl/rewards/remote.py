@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -14,26 +15,38 @@ import numpy as np
 from flowrl.distributed.launch.base import Cluster, Remote
 from flowrl.distributed.launch.failures import FAULTS, ClusterClosed, WorkerDied
 from flowrl.rewards import scoring
+from flowrl.rewards.process import GPUS_VARIABLE
 from flowrl.rewards.scoring import Request, RewardError
 from flowrl.rewards.worker import TIMED_OUT, InlineWorker
 
 if TYPE_CHECKING:
-    from flowrl.types import Scorer
+    from flowrl.rewards.scoring import AnyScorer
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class OnCluster:
-    """Makes the workers of a `RewardPool`: the first at the place `<prefix>-0`, and so on."""
+    """Makes the workers of a `RewardPool`: the first at the place `<prefix>-0`, and so on.
+
+    Unless their places have GPUs (`on_gpu`) they see none, whatever the cluster thinks of that.
+    """
 
     cluster: Cluster
     prefix: str = "reward"
+    on_gpu: bool = False
 
     def __call__(
-        self, index: int, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float
+        self, index: int, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float
     ) -> RemoteWorker:
-        return RemoteWorker(self.cluster, f"{self.prefix}-{index}", scorers, timeout_s, load_timeout_s)
+        make = InlineWorker if self.on_gpu else _without_gpus
+        return RemoteWorker(self.cluster, f"{self.prefix}-{index}", scorers, timeout_s, load_timeout_s, make)
+
+
+def _without_gpus(scorers: Mapping[str, AnyScorer]) -> InlineWorker:
+    """In a process of its own."""
+    os.environ[GPUS_VARIABLE] = ""
+    return InlineWorker(scorers)
 
 
 class RemoteWorker:
@@ -45,12 +58,19 @@ class RemoteWorker:
         scorers: components by name; they are pickled, not yet loaded.
         timeout_s: for one request.
         load_timeout_s: for start-up: imports and models.
+        make: what becomes of the scorers there.
     """
 
     def __init__(
-        self, cluster: Cluster, place: str, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float
+        self,
+        cluster: Cluster,
+        place: str,
+        scorers: Mapping[str, AnyScorer],
+        timeout_s: float,
+        load_timeout_s: float,
+        make: Callable[[Mapping[str, AnyScorer]], InlineWorker],
     ) -> None:
-        self._spawn = partial(cluster.start, place, partial(InlineWorker, dict(scorers)))
+        self._spawn = partial(cluster.start, place, partial(make, dict(scorers)))
         self._names = ", ".join(scorers)
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s

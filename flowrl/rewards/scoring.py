@@ -13,34 +13,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flowrl.rewards.frames import VideoScorer, as_pictures
+from flowrl.rewards.latents import Latents, LatentScorer
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
     from flowrl.types import Scorer
+
+    AnyScorer = Scorer | LatentScorer
 
 
 # A scorer is anybody's code: all of its errors stop the run by one name, and so does its wish to end the process.
 FAULTS = (Exception, SystemExit)
 
 
-class RewardError(RuntimeError):
-    """A reward component gave no usable score. What failed inside a worker carries the worker's traceback as a note."""
+class FinalError(Exception):
+    """Raised by a scorer that would fail again: an answer that breaks a protocol, say. It is not asked twice."""
 
-    def __init__(self, component: str, subject: str, cause: str) -> None:
-        super().__init__(component, subject, cause)
+
+class RewardError(RuntimeError):
+    """A reward component gave no usable score. What failed inside a worker carries the worker's traceback as a note.
+
+    `final`: further attempts would not help.
+    """
+
+    def __init__(self, component: str, subject: str, cause: str, final: bool = False) -> None:
+        super().__init__(component, subject, cause, final)
         self.component = component
+        self.final = final
 
     def __str__(self) -> str:
-        component, subject, cause = self.args
+        component, subject, cause, _ = self.args
         return f"reward component {component!r} failed on {subject}: {cause}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """All pictures of one prompt for one component, or the frames of its videos that are to be scored."""
+    """All samples of one prompt for one component: pictures, the frames of videos that are to be scored, or latents."""
 
     component: str
-    images: np.ndarray  # uint8 [K, H, W, 3], or of videos [K, n, H, W, 3]
+    shown: np.ndarray | Latents  # uint8 [K, H, W, 3], of videos [K, n, H, W, 3]; latents for a LatentScorer
     prompt: Prompt
     sample_ids: tuple[str, ...]
 
@@ -50,7 +61,7 @@ class Request:
         return f"prompt {self.prompt.id!r} ({self.prompt.text})"
 
 
-def load(component: str, scorer: Scorer) -> None:
+def load(component: str, scorer: AnyScorer) -> None:
     """Load `scorer`, or raise RewardError."""
     try:
         scorer.load()
@@ -58,34 +69,33 @@ def load(component: str, scorer: Scorer) -> None:
         raise failure(component, "loading", error) from error
 
 
-def score(scorers: Mapping[str, Scorer], request: Request) -> np.ndarray:
+def score(scorers: Mapping[str, AnyScorer], request: Request) -> np.ndarray:
     """The checked scores float64 [K]. Raises RewardError for whatever goes wrong in the scorer or with its scores.
 
     Of videos, a `VideoScorer` scores each as a whole; the scores that any other gives the frames are averaged.
     """
-    scorer, images, ids = scorers[request.component], request.images, request.sample_ids
-    prompts = [request.prompt] * len(images)
-    if images.ndim == 4:
-        return _checked(scorer.score, images, prompts, ids, request)
+    scorer, shown, ids = scorers[request.component], request.shown, request.sample_ids
+    prompts = [request.prompt] * len(ids)
+    if isinstance(scorer, LatentScorer):
+        assert isinstance(shown, Latents)
+        return _checked(lambda: scorer.score_latents(shown.samples, shown.text, prompts), ids, request)
+    assert isinstance(shown, np.ndarray)
+    if shown.ndim == 4:
+        return _checked(lambda: scorer.score(shown, prompts), ids, request)
     if isinstance(scorer, VideoScorer):
-        return _checked(scorer.score_videos, images, prompts, ids, request)
-    num = images.shape[1]
+        return _checked(lambda: scorer.score_videos(shown, prompts), ids, request)
+    num = shown.shape[1]
+    pictures, of_pictures = as_pictures(shown, prompts)
     of_frames = [f"{sample} in scored frame {frame}" for sample in ids for frame in range(num)]
-    scores = _checked(scorer.score, *as_pictures(images, prompts), of_frames, request)
+    scores = _checked(lambda: scorer.score(pictures, of_pictures), of_frames, request)
     means: np.ndarray = scores.reshape(-1, num).mean(axis=1)
     return means
 
 
-def _checked(
-    method: Callable[[np.ndarray, Sequence[Prompt]], np.ndarray],
-    images: np.ndarray,
-    prompts: Sequence[Prompt],
-    ids: Sequence[str],
-    request: Request,
-) -> np.ndarray:
-    """One finite float64 for each of `images`, which are told apart by `ids`, or a RewardError."""
+def _checked(ask: Callable[[], np.ndarray], ids: Sequence[str], request: Request) -> np.ndarray:
+    """What `ask` gives, if that is one finite float64 for each of `ids`; else a RewardError."""
     try:
-        scores = method(images, prompts)
+        scores = ask()
     except FAULTS as error:
         raise failure(request.component, request.subject, error) from error
     fault = _fault(scores, ids)
@@ -96,7 +106,8 @@ def _checked(
 
 def failure(component: str, subject: str, error: BaseException) -> RewardError:
     """`error` as a RewardError that survives the way to another process, traceback and all."""
-    wrapped = RewardError(component, subject, f"{type(error).__name__}: {error}")
+    final = isinstance(error, FinalError)
+    wrapped = RewardError(component, subject, f"{type(error).__name__}: {error}", final)
     wrapped.add_note("".join(traceback.format_exception(error)).rstrip())
     return wrapped
 

@@ -11,7 +11,8 @@ import copy
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +26,7 @@ from flowrl.rewards.process import WORKER, serve
 from flowrl.rewards.scoring import Request, RewardError
 
 if TYPE_CHECKING:
-    from flowrl.types import Scorer
+    from flowrl.rewards.scoring import AnyScorer
 
 STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
 TIMED_OUT = "the worker did not answer within {:g} s and was stopped"
@@ -54,7 +55,7 @@ class Worker(Protocol):
 class InlineWorker:
     """Scores in the calling process; nothing can interrupt it."""
 
-    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+    def __init__(self, scorers: Mapping[str, AnyScorer]) -> None:
         self._scorers = copy.deepcopy(dict(scorers))  # the caller's stay as cheap as they were
         self._loaded = False
 
@@ -84,15 +85,19 @@ class ProcessWorker:
         scorers: components by name; they are pickled, not yet loaded.
         timeout_s: for one request.
         load_timeout_s: for start-up: imports and models.
+        gpus: all that it sees, as `CUDA_VISIBLE_DEVICES` names them; "" is none.
     """
 
-    def __init__(self, scorers: Mapping[str, Scorer], timeout_s: float, load_timeout_s: float) -> None:
+    def __init__(
+        self, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float, gpus: str = ""
+    ) -> None:
         self._pickled = {name: _pickle(name, scorer) for name, scorer in scorers.items()}
         self._turn = threading.RLock()  # one question at a time
         self._lock = threading.Lock()  # of starting and closing: no process is started after `close`
         self._closed = False
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
+        self._gpus = gpus
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._loaded = False
@@ -109,7 +114,7 @@ class ProcessWorker:
             if self._process is not None or self._closed:
                 return
             self._connection, theirs = context.Pipe()
-            arguments = (theirs, pickle.dumps(Prompt), self._pickled)
+            arguments = (theirs, pickle.dumps(Prompt), self._pickled, self._gpus)
             process = context.Process(target=serve, args=arguments, name=WORKER, daemon=True)
             with interrupts_blocked():
                 process.start()
@@ -182,7 +187,22 @@ class ProcessWorker:
         return answer
 
 
-def _pickle(name: str, scorer: Scorer) -> bytes:
+@dataclass(frozen=True)
+class OnHost:
+    """Makes the workers of a `pool.RewardPool`: processes of this host.
+
+    `gpus` are those that each of them sees, in their order; whoever has none never comes to know CUDA.
+    """
+
+    gpus: Sequence[str] = ()
+
+    def __call__(
+        self, index: int, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float
+    ) -> ProcessWorker:
+        return ProcessWorker(scorers, timeout_s, load_timeout_s, self.gpus[index] if self.gpus else "")
+
+
+def _pickle(name: str, scorer: AnyScorer) -> bytes:
     try:
         return pickle.dumps(scorer)
     except (AttributeError, TypeError, pickle.PicklingError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class Order:
     sigmas: Tensor  # float32 [N + 1]
     shape: tuple[int, ...]  # of one sample's latents
     pictures: tuple[int, ...]  # the shape of one sample's pixels
+    decoded: bool  # must there be any?
     version: int
 
     @classmethod
@@ -81,6 +83,7 @@ class Order:
             sigmas=schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width)),
             shape=tuple(policy.latent_shape(sampler.height, sampler.width, sampler.frames)),
             pictures=(*((sampler.frames,) if run.model.task == "t2v" else ()), sampler.height, sampler.width, 3),
+            decoded=run.rollout.output != "latent",
             version=version,
         )
 
@@ -118,11 +121,17 @@ class Order:
             yield f"it is group {sampled.group.ordinal} instead of {group.ordinal}"
         if len(drawn.conditions) != 1:
             yield f"it has {len(drawn.conditions)} rows of conditions instead of 1"
-        pictures = (group.num_samples, *self.pictures)
-        if sampled.images is not None and sampled.images.shape != pictures:
-            yield f"its pictures have the shape {list(sampled.images.shape)} instead of {list(pictures)}"
-        if sampled.images is not None and sampled.images.dtype != "uint8":
-            yield f"its pictures are {sampled.images.dtype} instead of uint8"
+        yield from self._unlike_pictures(sampled.images, (group.num_samples, *self.pictures))
+
+    def _unlike_pictures(self, images: np.ndarray | None, shape: tuple[int, ...]) -> Iterator[str]:
+        if images is None:
+            if self.decoded:
+                yield "it has no pictures"
+            return
+        if images.shape != shape:
+            yield f"its pictures have the shape {list(images.shape)} instead of {list(shape)}"
+        if images.dtype != "uint8":
+            yield f"its pictures are {images.dtype} instead of uint8"
 
     def _untrue(self, trajectory: Trajectory, group: Group) -> Iterator[str]:
         """Whose samples they are, and how they were drawn."""

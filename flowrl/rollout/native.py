@@ -38,6 +38,7 @@ class Native:
             Noise.of(run.seed).child("rollout"),
             run.rollout.batch_size,
             deterministic=run.algorithm.needs.rollout == "ode",
+            decode=run.rollout.output != "latent",
         )
 
 

@@ -14,6 +14,7 @@ from itertools import groupby
 from types import TracebackType
 from typing import Self
 
+from flowrl.buffer.accounting import State
 from flowrl.buffer.replay import ReplayBuffer
 from flowrl.data.group_sampler import GroupSampler
 from flowrl.distributed.launch.stuck import reporting
@@ -96,6 +97,7 @@ class Feed:
         self._returned: deque[Chunk] = deque()
         self._restored = deque(self._chunks(self._still_to_draw()))
         self._failures_in_a_row = 0
+        self._num_awaited = self._num_scoring = 0
         self.only_on_demand = self._paused = only_on_demand
         self._closed = self._draining = False
         self._drawing: dict[int, float] = {}  # since when, by thread
@@ -124,11 +126,16 @@ class Feed:
         began = time.perf_counter()
         with self._changed:
             self._num_asked = self.cycles + 1
+            self._num_awaited = num_groups
+            self._expose()
         self._set_paused(False)
         if self._threads is None:
             self._serve(0)
         with reporting(self.rollouts.run.rollout.report_stuck_s, lambda: self._waiting(num_groups)):
             batch = self.buffer.take(num_groups)
+        with self._changed:
+            self._num_awaited = 0
+            self._expose()
         self._set_paused(self.only_on_demand)
         self.waited_s += time.perf_counter() - began
         return batch
@@ -278,6 +285,8 @@ class Feed:
     def _score(self, sampled: SampledGroup) -> None:
         with self._changed:
             self._failures_in_a_row = 0
+            self._num_scoring += 1
+            self._expose()
         self.rewards.submit(sampled).add_done_callback(self._put)
 
     def _put(self, done: Future[ScoredGroup]) -> None:
@@ -285,3 +294,12 @@ class Feed:
             self.buffer.put(done.result())
         except BaseException as error:  # here it would only be logged, and the trainer would wait for ever
             self.buffer.close(error)
+        with self._changed:
+            self._num_scoring -= 1
+            self._expose()
+
+    def _expose(self) -> None:
+        """Does the trainer wait for scores alone: is all that it waits for drawn, or held up by scoring?"""
+        num_drawn = self.buffer.accounting().in_flight[State.FINISHED] + self._num_scoring
+        enough = num_drawn >= self._num_awaited or not self.rewards.overlaps
+        self.rewards.exposure.expose(enough and self._num_awaited > 0)

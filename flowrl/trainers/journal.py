@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -115,9 +115,14 @@ class Journal:
         groups = [scored.sampled.group for scored in batch]
         ids = np.repeat([group.ordinal for group in groups], [group.num_samples for group in groups])
         weights = self.run.reward.weights
-        total = np.concatenate([sum(weights[name] * r for name, r in group.rewards.items()) for group in batch])
+        total = _combined(batch, weights)
         self.metrics |= reward_metrics(by_component(batch), advantages, ids, total) | self._scoring(scored)
         self.metrics["reward/num_samples"] = float(len(total))
+        complete = [group for group in batch if group.rewards.keys() == weights.keys()]
+        if complete:
+            self.metrics["reward/mean"] = float(_combined(complete, weights).mean())
+        else:  # what lacks a component is another sum
+            del self.metrics["reward/mean"]
         if self.run.artifacts.every and step % self.run.artifacts.every == 0:
             self.artifacts.write_rollout(step, batch)
 
@@ -134,12 +139,13 @@ class Journal:
             self.first = self.first or self.last
 
     def _scoring(self, scored: dict[str, float]) -> dict[str, float]:
-        """Seconds of workers' time, samples per such second, and what was tried again or dropped."""
+        """Seconds of workers' time, how much of it showed, samples per second, and what was tried again or dropped."""
         spent = {name: total - self._scored.get(name, 0.0) for name, total in scored.items()}
         self._scored = scored
         metrics = {f"reward/score_{n}": count for n, count in spent.items() if n.startswith(("dropped", "retries"))}
         if spent["seconds"]:
             metrics["perf/score_s"] = spent["seconds"]
+            metrics |= {f"perf/score_{part}_s": spent[part] for part in ("hidden", "exposed")}
             metrics["perf/score_samples_per_s"] = spent["samples"] / spent["seconds"]
         return metrics
 
@@ -195,6 +201,11 @@ def _shown(data: bytes, name: str) -> Shown | None:
         return None
     tensors = load(data)
     return Shown(**json.loads(about[name]), images=tensors[f"{name}.images"], scores=tensors[f"{name}.scores"].tolist())
+
+
+def _combined(groups: Sequence[ScoredGroup], weights: Mapping[str, float]) -> np.ndarray:
+    """What the samples are worth in all, by the components that their groups have."""
+    return np.concatenate([sum(weights[name] * scores for name, scores in group.rewards.items()) for group in groups])
 
 
 def _label(group: ScoredGroup) -> str:

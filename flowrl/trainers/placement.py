@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 
-from flowrl.config import Config, Problem
+from flowrl.config import Config, Problem, Reward
 from flowrl.distributed.launch.base import Place
+from flowrl.distributed.launch.failures import PlacementError
 from flowrl.distributed.launch.inline import Inline
+from flowrl.distributed.launch.placement import assign, total, visible_gpus
 from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.launch.spawn import Spawn
 from flowrl.distributed.weight_sync.manifest import Mode
 from flowrl.distributed.weight_sync.publisher import Transport
+from flowrl.rewards.worker import OnHost
 
 LAYOUTS = ("shared", "colocated", "standalone")
 MODES = {"lora": ("lora", "merged"), "full": ("full",)}  # what an actor of each kind can publish
@@ -44,13 +47,48 @@ def rollout_places(run: Config) -> list[Place]:
     return []
 
 
-def reward_places(run: Config) -> list[Place]:
-    """Under Ray, reward workers are placed like all others; elsewhere they are processes of the driver's host."""
-    if not isinstance(run.launcher, Ray):
-        return []
-    judges = run.trainer.eval.rewards
-    places = [Place(f"reward-{i}") for i in range(run.reward.num_workers)]
-    return places + [Place(f"judge-{i}") for i in range(judges.num_workers if judges else 0)]
+def drawing_places(run: Config) -> list[Place]:
+    """Whoever draws: rollout workers, or else the ranks; in one process all of them are one."""
+    if isinstance(run.launcher, Inline):
+        return actor_places(run)[:1]
+    return rollout_places(run) or actor_places(run)
+
+
+def trainer_places(run: Config) -> list[Place]:
+    """Whoever draws or trains."""
+    return actor_places(run)[:1] if isinstance(run.launcher, Inline) else [*actor_places(run), *rollout_places(run)]
+
+
+def reward_places(reward: Reward, prefix: str, drawing: Sequence[Place]) -> list[Place]:
+    """The workers of one pool: without a GPU, on those of whoever draws in turn, or with their own."""
+    names = [f"{prefix}-{i}" for i in range(reward.num_workers)]
+    if reward.runtime == "remote":
+        return [Place(name, num_gpus=reward.num_gpus_per_worker) for name in names]
+    if reward.runtime == "colocated" and any(place.num_gpus for place in drawing):
+        return [Place(name, beside=drawing[i % len(drawing)].name) for i, name in enumerate(names)]
+    return [Place(name) for name in names]
+
+
+def pool_places(run: Config) -> dict[str, list[Place]]:
+    """Of the pool of the training's rewards, and of the one that evaluation may have, by prefix."""
+    return {prefix: reward_places(reward, prefix, drawing_places(run)) for prefix, (_, reward) in _pools(run).items()}
+
+
+def on_host(places: Sequence[Place], others: Sequence[Place]) -> OnHost:
+    """Reward workers as processes of this host, at `places`, after `others` have taken their GPUs.
+
+    Raises PlacementError if there are too few GPUs.
+    """
+    everybody = [*others, *places]
+    assigned = assign(everybody, visible_gpus() if total(everybody) else [])
+    return OnHost([",".join(assigned[place.name]) for place in places])
+
+
+def _pools(run: Config) -> dict[str, tuple[str, Reward]]:
+    """By the prefix of its places: where it stands in the configuration, and what it says."""
+    judges: Reward | None = run.trainer.eval.rewards
+    own = {} if judges is None else {"judge": ("trainer.eval.rewards", judges)}
+    return {"reward": ("reward", run.reward), **own}
 
 
 def publication_mode(run: Config) -> Mode:
@@ -80,6 +118,7 @@ def problems(run: Config) -> Iterator[Problem]:
     yield from _threads(run)
     yield from _ranks(run)
     yield from _rollout_workers(run)
+    yield from _reward_workers(run)
     if run.trainer.layout != "shared":
         yield from _publication(run)
     else:
@@ -139,6 +178,39 @@ def _rollout_workers(run: Config) -> Iterator[Problem]:
     if rollout.num_gpus_per_worker > 1:
         message = f"must be at most 1: a worker computes on one GPU; got {rollout.num_gpus_per_worker}."
         yield Problem("rollout.num_gpus_per_worker", message)
+
+
+def _reward_workers(run: Config) -> Iterator[Problem]:
+    for path, reward in _pools(run).values():
+        share, remote = reward.num_gpus_per_worker, reward.runtime == "remote"
+        if not remote and share != 1:
+            yield Problem(f"{path}.num_gpus_per_worker", f"is for {path}.runtime=remote.", "Set it to 1.")
+        elif not (0 < share <= 1 or (1 < share < math.inf and share == int(share))):
+            message = f"must be a part of one GPU, or a whole number of them, got {share:g}."
+            yield Problem(f"{path}.num_gpus_per_worker", message)
+        if reward.num_workers == 0 and (remote or (reward.runtime == "colocated" and not _draws_itself(run))):
+            message = f"must be at least 1 with {path}.runtime={reward.runtime}: the trainer's process has no such GPU."
+            yield Problem(f"{path}.num_workers", message)
+    yield from _reward_gpus(run)
+
+
+def _draws_itself(run: Config) -> bool:
+    return isinstance(run.launcher, Inline) or not on_gpu(run)
+
+
+def _reward_gpus(run: Config) -> Iterator[Problem]:
+    """Are there enough on this machine? Only of somebody else's cluster nobody knows."""
+    remote = [path for path, reward in _pools(run).values() if reward.runtime == "remote"]
+    if not remote or (isinstance(run.launcher, Ray) and run.launcher.address is not None):
+        return
+    gpus, hint = visible_gpus(), f"Set {remote[0]}.runtime=colocated or cpu"
+    if not gpus:
+        yield Problem(f"{remote[0]}.runtime", "remote needs GPUs, and this machine has none.", f"{hint}.")
+        return
+    try:
+        assign([*trainer_places(run), *(place for places in pool_places(run).values() for place in places)], gpus)
+    except PlacementError as error:
+        yield Problem(f"{remote[0]}.runtime", f"remote: {error}.", f"{hint}, or {remote[0]}.num_workers lower.")
 
 
 def _publication(run: Config) -> Iterator[Problem]:

@@ -14,15 +14,16 @@ from flowrl.data.prompts import load_prompts
 from flowrl.device import choose_device, torch_settings
 from flowrl.distributed.checkpoint.folders import Committed
 from flowrl.distributed.checkpoint.manifest import CheckpointError
-from flowrl.distributed.launch.base import Cluster, Remote, gather
+from flowrl.distributed.launch.base import Cluster, Place, Remote, gather
 from flowrl.distributed.launch.inline import Inline
+from flowrl.distributed.launch.ray import Ray
 from flowrl.flow.noise import Noise
-from flowrl.rewards.pool import RewardPool
+from flowrl.rewards.pool import MakeWorker, RewardPool
 from flowrl.rewards.remote import OnCluster
 from flowrl.tracking.metrics import Meter, Timers
 from flowrl.trainers.evaluator import Evaluator
 from flowrl.trainers.fleet import ActorFleet
-from flowrl.trainers.placement import actor_places, reward_places, rollout_places
+from flowrl.trainers.placement import actor_places, on_host, pool_places, rollout_places, trainer_places
 from flowrl.trainers.rollouts import Rollouts, SeparateRollouts, SharedRollouts
 from flowrl.trainers.state import CONTRACT, STATE
 from flowrl.trainers.worker import ActorWorker
@@ -50,7 +51,7 @@ def open_stages(run: Config, total_steps: int, start: Committed | None) -> Itera
     """
     inline = isinstance(run.launcher, Inline)
     meter, timers = Meter(), Timers(choose_device(run) if inline else None)
-    places = [*actor_places(run), *rollout_places(run), *reward_places(run), *run.buffer.places()]
+    places = [*actor_places(run), *rollout_places(run), *_placed_rewards(run), *run.buffer.places()]
     with ExitStack() as closing:
         closing.enter_context(torch_settings(run))
         cluster = closing.enter_context(run.launcher.open(places))
@@ -111,9 +112,20 @@ def _rollouts(run: Config, cluster: Cluster, actor: ActorFleet, meter: Meter) ->
     return SeparateRollouts(run, cluster, names, actor, meter)
 
 
+def _placed_rewards(run: Config) -> list[Place]:
+    """Under Ray, reward workers are placed like all others; elsewhere they are processes of the driver's host."""
+    return [place for places in pool_places(run).values() for place in places] if isinstance(run.launcher, Ray) else []
+
+
 def _started(run: Config, reward: Reward, cluster: Cluster, prefix: str, closing: ExitStack) -> RewardPool:
-    placed = bool(reward_places(run))  # or else processes of this host
-    pool = RewardPool.from_config(reward, OnCluster(cluster, prefix) if placed else None)
+    pools = pool_places(run)
+    make: MakeWorker
+    if isinstance(run.launcher, Ray):
+        make = OnCluster(cluster, prefix, on_gpu=any(place.num_gpus or place.beside for place in pools[prefix]))
+    else:
+        before = pools["reward"] if prefix == "judge" else []
+        make = on_host(pools[prefix], [*trainer_places(run), *before])
+    pool = RewardPool.from_config(reward, make)
     closing.callback(pool.close)
     pool.start()
     return pool

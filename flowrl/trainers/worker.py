@@ -130,12 +130,14 @@ class ActorWorker:
     def evaluate(self, groups: Sequence[Group], version: int) -> Iterator[tuple[SampledGroup, Drawn | None]]:
         """The groups drawn with the weights and the sampler of evaluations. Rollout 0: no step is drawn anew.
 
-        Latents come along if they are to be kept (`artifacts.trajectories`).
+        Latents come along if they are to be scored or kept (`artifacts.trajectories`).
         """
         self.judge.publish(version)
+        components = (self.run.trainer.eval.rewards or self.run.reward).components
+        scored = any(component.sees_latents for component in components.values())
         with self.actor.evaluation(), self._whole():
             for sampled in self.judge.generate(groups, rollout_id=0):
-                kept = sampled.drawn.fetch() if self.run.artifacts.trajectories else None
+                kept = sampled.drawn.fetch() if scored or self.run.artifacts.trajectories else None
                 yield replace(sampled, drawn=LEFT_BEHIND), kept
 
     def _whole(self) -> AbstractContextManager[None]:

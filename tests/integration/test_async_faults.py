@@ -127,6 +127,7 @@ def test_a_rollout_worker_that_hangs_is_reported_killed_and_replaced(
 
 OBEYING = (
     *("reward=[jpeg_compressibility,jpeg_incompressibility]", "reward.num_workers=1", "reward.retries=0"),
+    *("reward.components.jpeg_compressibility.weight=1", "reward.components.jpeg_incompressibility.weight=1"),
     *(f"{OBEYS}._target_=tests.unit.rewards.scorers.Obeys", f"~{OBEYS}.quality"),
 )
 

@@ -21,7 +21,8 @@ STOCHASTIC = sorted(path.stem for path in (ROOT / "configs/sampler/dynamics").gl
 
 def sizes(name: str) -> list[str]:
     """A short video in few steps where a recipe draws videos."""
-    return ["sampler.frames=5", "sampler.num_steps=6"] if name.startswith("wan") else []
+    frames, steps = ["sampler.frames=5"], ["sampler.num_steps=6"]
+    return {"wan21_ocr_lora": [*frames, *steps], "wan22_5b_dance_hpsv3": frames}.get(name, [])
 
 
 @pytest.mark.parametrize("name", RECIPES)

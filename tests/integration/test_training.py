@@ -62,6 +62,8 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_folder: Path, prompts: Pa
         "reward/zero_std_ratio",
         "reward/num_groups",
         "perf/score_s",
+        "perf/score_hidden_s",
+        "perf/score_exposed_s",
         "train/loss",
         "train/ratio_mean",
         "train/ratio_max",
@@ -127,6 +129,7 @@ def test_every_algorithm_trains_both_ways(
         f"algorithm={algorithm}",
         f"actor={actor}",
         "reward=[ocr_line,jpeg_incompressibility]",
+        *(f"reward.components.{name}.weight=1" for name in ("ocr", "jpeg_incompressibility")),
         "actor.lora.rank=4",
     )
     last = records(run_dir)[-1]
@@ -145,6 +148,7 @@ def test_an_optional_reward_that_fails_in_evaluation_does_not_end_the_run(
         prompts,
         tmp_path,
         "reward=[jpeg_incompressibility,ocr_line]",
+        *(f"reward.components.{name}.weight=1" for name in ("ocr", "jpeg_incompressibility")),
         "reward.components.ocr.required=false",
         "reward.components.ocr.scorer._target_=tests.support.scorers.FailsOnMilk",
         *(f"~reward.components.ocr.scorer.{key}" for key in OCR_FIELDS),

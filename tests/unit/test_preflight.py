@@ -104,6 +104,10 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("rollout.batch_size", 0),
         ("reward.timeout_s", 0.0),
         ("reward.num_workers", -1),
+        ("reward.runtime", "gpu"),
+        ("reward.num_gpus_per_worker", 2.0),  # of workers without any
+        ("rollout.output", "pixels"),
+        ("rollout.output", "latent"),  # of a scorer that wants pictures
         ("actor.lora.init", "banana"),
         ("actor.lora.init", "pissa"),
         ("actor.lora.init", "olora"),
@@ -378,6 +382,61 @@ def test_one_start_for_all_samples_needs_noise_on_the_way(base: DictConfig) -> N
         preflight(cfg)
 
 
+def test_each_of_several_rewards_needs_its_weight(base: DictConfig) -> None:
+    """Also 0, but not one that is alone, and none of an evaluation's own."""
+    cfg = copy.deepcopy(base)
+    cfg.reward.components = {name: cfg.reward.components.ocr for name in ("ocr", "second")}
+    first, second = (f"reward.components.{name}.weight" for name in ("ocr", "second"))
+    problems = found(cfg)
+    assert set(problems) == {first, second}
+    assert "(ocr, second)" in problems[first] and f"Set {first}=1.0" in problems[first]
+    assert set(found(cfg, **{first: 0.0})) == {second}
+    assert found(cfg, **{first: 0.0, second: -0.5}) == {}
+    both = load_config(["reward=[ocr,jpeg_compressibility]"]).reward
+    assert found(base, **{"trainer.eval.rewards": both}) == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "scorers", "refused"),
+    [
+        ("image", ["Brightness"], False),
+        ("both", ["Brightness"], False),
+        ("latent", ["Brightness"], True),
+        ("image", ["Energy"], True),
+        ("latent", ["Energy"], False),
+        ("both", ["Energy"], False),
+        ("both", ["Brightness", "Energy"], False),
+        ("latent", ["Brightness", "Energy"], True),
+        ("image", ["Brightness", "Energy"], True),
+    ],
+)
+def test_every_reward_is_given_what_it_looks_at(
+    base: DictConfig, output: str, scorers: list[str], refused: bool
+) -> None:
+    cfg = copy.deepcopy(base)
+    cfg.reward.components = {
+        name.lower(): {
+            "_target_": "flowrl.rewards.combine.Component",
+            "weight": 1.0,
+            "scorer": {"_target_": f"{SCORERS}.{name}"},
+        }
+        for name in scorers
+    }
+    assert set(found(cfg, rollout__output=output)) == ({"rollout.output"} if refused else set())
+
+
+def test_evaluation_has_pictures_and_latents(base: DictConfig) -> None:
+    """Whatever training keeps."""
+    latent = {"_target_": "flowrl.rewards.combine.Component", "scorer": {"_target_": f"{SCORERS}.Energy"}}
+    cfg = copy.deepcopy(base)
+    cfg.trainer.eval.rewards = {"components": {"energy": latent}}
+    assert found(cfg) == {}
+    cfg.trainer.eval.rewards = copy.deepcopy(base.reward)
+    cfg.reward.components = {"energy": latent}
+    assert found(cfg, rollout__output="latent") == {}
+
+
+SCORERS = "tests.unit.rewards.scorers"
 SPAWN = "flowrl.distributed.launch.spawn.Spawn"
 
 

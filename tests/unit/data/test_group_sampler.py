@@ -49,6 +49,33 @@ def test_resumed_streams_go_on(num_prompts: int, batch_size: int, before: int, a
     assert [whole.next_batch() for _ in range(after)] == [resumed.next_batch() for _ in range(after)]
 
 
+def test_a_group_is_one_prompt_k_times_and_equal_prompts_stay_two_groups() -> None:
+    (one, other) = GroupSampler(prompts("a", "a"), batch_size=2, num_samples=3, seed=0).next_batch()
+    assert one.prompt == other.prompt and one.ordinal != other.ordinal
+    assert [group.sample_id(k) for group in (one, other) for k in range(group.num_samples)] == [
+        *(f"a:0:{k}" for k in range(3)),
+        *(f"a:1:{k}" for k in range(3)),
+    ]
+
+
+def test_a_batch_that_an_epoch_cannot_fill_runs_on_into_the_next() -> None:
+    ids = drawn(sampler(num_prompts=5, batch_size=3), 5)  # three epochs exactly
+    epochs = [ids[start : start + 5] for start in (0, 5, 10)]
+    assert [sorted(epoch) for epoch in epochs] == [list("01234")] * 3
+    assert len(set(map(tuple, epochs))) > 1
+
+
+@pytest.mark.parametrize("before", [0, 4, 5, 6, 10])
+def test_resuming_at_and_around_the_end_of_an_epoch(before: int) -> None:
+    whole, resumed = sampler(num_prompts=5, batch_size=1), sampler(num_prompts=5, batch_size=1)
+    ids = drawn(whole, before)
+    state = whole.state_dict()
+    drawn(resumed, 7)  # wherever it stood
+    resumed.load_state_dict(state)
+    ids += drawn(resumed, 15 - before)
+    assert ids == drawn(sampler(num_prompts=5, batch_size=1), 15)
+
+
 def test_the_seed_orders_the_prompts_and_epochs_differ() -> None:
     assert drawn(sampler(50, 50), 1) == drawn(sampler(50, 50), 1)
     assert drawn(sampler(50, 50), 1) != drawn(sampler(50, 50, seed=1), 1)

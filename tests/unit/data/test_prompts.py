@@ -52,6 +52,28 @@ def test_jsonl_fields(tmp_path: Path) -> None:
     assert (dog.text, dog.negative, dog.target, dog.metadata) == ("a dog", "", None, {})
 
 
+def test_a_sample_id_is_the_id(tmp_path: Path) -> None:
+    path = rows(
+        tmp_path, {"prompt": "a", "metadata": {"sample_id": "x"}}, {"prompt": "a", "metadata": {"sample_id": 3}}
+    )
+    assert [prompt.id for prompt in load_prompts(path)] == ["x", "3"]
+    path = rows(tmp_path, {"prompt": "a", "id": "x"}, {"prompt": "b", "metadata": {"sample_id": "x"}})
+    assert faults(path) == [(2, "has the id 'x' of line 1")]
+
+
+def test_no_media_is_as_good_as_none(tmp_path: Path) -> None:
+    assert load_prompts(rows(tmp_path, {"prompt": "a", "images": [], "videos": None})) == [
+        *load_prompts(rows(tmp_path, {"prompt": "a"}))
+    ]
+
+
+def test_ten_thousand_characters_are_a_prompt(tmp_path: Path) -> None:
+    text = 'a sign "OK" ' + "x" * 10_000
+    assert load_prompts(write(tmp_path, text), "quoted")[0].text == text
+    (fault,) = faults(write(tmp_path, "x" * 10_000), "quoted")
+    assert fault[0] == 1 and len(fault[1]) < 300
+
+
 def test_only_newlines_end_a_line(tmp_path: Path) -> None:
     assert [prompt.text for prompt in load_prompts(write(tmp_path, "one\u2028line\x85only\n"))] == [
         "one\u2028line\x85only"
@@ -96,7 +118,14 @@ def test_field_targets(tmp_path: Path) -> None:
         ({"prompt": "p", "id": True}, "'id' must be a non-empty string or an integer, got a boolean"),
         ({"prompt": "p\u0000"}, "U+0000"),
         ({"prompt": "\ud800"}, "U+D800"),
-        ({"prompt": "p", "id": "\udfff"}, "'id' holds U+DFFF"),
+        ({"prompt": "p", "id": "\udfff"}, "holds U+DFFF"),
+        ({"prompt": "p", "metadata": {"deep": ["\udc00"]}}, "holds U+DC00"),
+        ({"prompt": "p", "id": "a", "metadata": {"sample_id": "b"}}, "the id 'a' but the metadata.sample_id 'b'"),
+        ({"prompt": "p", "metadata": {"sample_id": ""}}, "'metadata.sample_id' must be a non-empty string"),
+        ({"prompt": "p", "metadata": {"task": ["t2i"]}}, "'metadata.task' must be a string, got a list"),
+        ({"prompt": "p", "metadata": {"score": float("nan")}}, "holds NaN, which is not JSON"),
+        ({"prompt": "p", "videos": "a.mp4"}, "'videos' must be a list of paths, got a string"),
+        ({"prompt": "p", "metadata": "{"}, "'metadata' is not JSON"),
         (["p"], "must be a JSON object"),
         ("p", "must be a JSON object"),
     ],
@@ -133,7 +162,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert faults(str(tmp_path / "none.txt")) == [(None, "No such file or directory")]
     (tmp_path / "folder.txt").mkdir()
     assert faults(str(tmp_path / "folder.txt")) == [(None, "Is a directory")]
-    assert "must end in .txt or .jsonl" in faults(write(tmp_path, "p", "p.csv"))[0][1]
+    assert "must end in .txt, .jsonl or .parquet" in faults(write(tmp_path, "p", "p.csv"))[0][1]
     assert faults(write(tmp_path, "\n\n")) == [(None, "holds no prompt")]
     assert faults("pkg://no_such_package/p.txt") == [(None, "there is no package 'no_such_package'")]
     assert faults("pkg://os/p.txt") == [(None, "there is no package 'os'")]

@@ -1,22 +1,146 @@
-"""`python -m data_process inspect`."""
+"""`inspect`: every fault of a file, by line."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from data_process.__main__ import command
+from data_process.media import image_faults, video_faults
+from tests.unit.data_process.support import jsonl, refused, tool
+
+
+def row(prompt: str, **metadata: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "metadata": {"task": "t2i", **metadata}}
 
 
 def test_a_sound_file_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.txt"
     file.write_text('say "A"\nsay "BCD"\nsay "A"\n')
-    assert command(["inspect", str(file), "--target", "quoted"]) == 0
+    assert tool("inspect", file, "--target", "quoted") == 0
     assert "3 prompts of 7 to 9 characters, 1 repeated, 3 with a target" in capsys.readouterr().out
 
 
 def test_every_fault_is_printed_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.txt"
     file.write_text("no quotes\n" * 30)
-    assert command(["inspect", str(file), "--target", "quoted"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = refused(capsys, "inspect", file, "--target", "quoted")
     assert [line.split(": ")[0] for line in lines] == [f"{file}:{number}" for number in range(1, 31)]
+
+
+def test_all_faults_of_all_files_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = jsonl(tmp_path / "a.jsonl", [row("a"), {"promt": "b"}, row("<image>", task="t3i")])
+    lines = refused(capsys, "inspect", first, tmp_path / "none.txt", "--target", "quoted")
+    assert [line.split(": ")[0] for line in lines] == [
+        f"{first}:1",
+        *[f"{first}:2"] * 2,
+        *[f"{first}:3"] * 3,  # no quotes, no such task, no image
+        f"{tmp_path}/none.txt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (row("a", task="t3i"), "has an unknown task 't3i'"),
+        (row("a", task="i2v"), "has no 'images', which the task 'i2v' needs"),
+        (row("<image> a") | {"images": ["p.png"]}, "has 'images', which the task 't2i' does not take"),
+        (row("<video> a"), "has <video> 1 times in its prompt but 0 videos"),
+        (row("a", task="i2i") | {"images": ["p.png"]}, "has <image> 0 times in its prompt but 1 images"),
+        (row("<image> a", task="i2i") | {"images": ["gone.png"]}, "gone.png: no such file"),
+        (row("a", task="t2v"), "has the task 't2v', not 't2i'"),
+        ({"prompt": "a"}, "has the task None, not 't2i'"),
+    ],
+)
+def test_tasks_placeholders_and_media(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "p.png").write_bytes(b"")
+    file = jsonl(tmp_path / "a.jsonl", [row("fine"), found])
+    assert any(line.startswith(f"{file}:2: {message}") for line in refused(capsys, "inspect", file, "--task", "t2i"))
+
+
+def test_media_that_agree_with_their_rows_are_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "p.png")
+    file = jsonl(tmp_path / "a.jsonl", [row("<image> redder", task="i2i") | {"images": ["p.png"]}])
+    assert tool("inspect", file, "--decode-media") == 0
+    assert "1 with media" in capsys.readouterr().out
+    (tmp_path / "p.png").unlink()
+    assert tool("inspect", file) == 1
+    assert tool("inspect", file, "--no-check-media") == 0
+
+
+def test_leaks_are_found_by_what_a_prompt_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = jsonl(tmp_path / "t.jsonl", [row("A  Cat", sample_id="1"), row("a dog", sample_id="2"), row("an owl")])
+    held = jsonl(tmp_path / "e.jsonl", [row("a fox", sample_id="2"), row("a cat", sample_id="9")])
+    also = jsonl(tmp_path / "e2.jsonl", [row("a fox", sample_id="2")])
+    assert tool("inspect", train, held) == 0, "only files that are said to be for evaluation are held apart"
+    lines = refused(capsys, "inspect", "--train", train, "--eval", held, also)
+    assert [line for line in lines if line.startswith(str(train))] == [
+        f"{train}:1: has the prompt of {held}:2, an evaluation file",
+        f"{train}:2: has the id '2' of {held}:1, an evaluation file",
+    ]
+
+
+def test_what_curate_writes_has_no_leak(tmp_path: Path) -> None:
+    found = [row(text) for n in range(60) for text in (f"prompt {n}", f"PROMPT {n}", f"prompt  {n}")]
+    source = jsonl(tmp_path / "in.jsonl", found)
+    assert tool("curate", "--input", source, "--out-dir", tmp_path, "--eval-size", 20) == 0
+    given = ("--train", tmp_path / "train.jsonl", "--eval", tmp_path / "eval.jsonl", "--task", "t2i")
+    assert tool("inspect", *given) == 0
+
+
+def test_a_file_that_is_not_the_one_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, made = jsonl(tmp_path / "in.jsonl", [row("a")]), tmp_path / "out/a.jsonl"
+    assert tool("prepare", "--input", source, "--output", made) == 0 and tool("inspect", made) == 0
+    made.write_text(made.read_text().replace("a", "b", 1))
+    assert any("is not the file that metadata.json describes" in line for line in refused(capsys, "inspect", made))
+
+
+def test_nothing_to_inspect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "inspect") == ["name the files to inspect"]
+    assert tool("inspect", "pkg://flowrl/assets/tiny_words/train.txt", "--target", "quoted") == 0
+
+
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.png"
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    for suffix in (".png", ".jpg", ".webp", ".gif"):
+        path = tmp_path / f"p{suffix}"
+        Image.fromarray(noise).save(path)
+        assert image_faults(path) == []
+        whole = path.read_bytes()
+        for broken in (whole[: len(whole) // 2], b"", b"<html>", whole[:20]):
+            path.write_bytes(broken)
+            assert image_faults(path), (suffix, len(broken))
+        path.write_bytes(whole)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert "too large a picture" in image_faults(path)[0]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    assert "too large a picture" in image_faults(path)[0]
+
+
+def test_videos(tmp_path: Path) -> None:
+    imageio = pytest.importorskip("imageio.v3", reason="the extra `video`")
+    frames = np.random.default_rng(0).integers(0, 256, (20, 64, 64, 3), dtype=np.uint8)
+    for suffix in (".mp4", ".mkv"):
+        path = tmp_path / f"v{suffix}"
+        imageio.imwrite(path, frames, fps=10)
+        assert video_faults(path) == []
+        whole = path.read_bytes()
+        for broken in (whole[: len(whole) // 2], b"", b"<html>"):
+            path.write_bytes(broken)
+            assert video_faults(path), (suffix, len(broken))
+    assert video_faults(Path("-nostdin"))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "data_process", "inspect", tmp_path / "none.txt"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, f"{tmp_path}/none.txt: No such file or directory\n")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,32 @@ class Brightness(Scores):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Energy(Scores):
+    """The mean square of each sample's latents, plus the mean of the prompt's embedding, if there is one."""
+
+    def score_latents(self, latents: np.ndarray, text: Mapping[str, np.ndarray], prompts: Sequence[Any]) -> np.ndarray:
+        assert latents.dtype == np.float32 and len(prompts) == len(latents)
+        offset = np.mean(text["prompt_embeds"], dtype=np.float64) if text else 0.0
+        return np.mean(latents.astype(np.float64) ** 2, axis=tuple(range(1, latents.ndim))) + offset
+
+
+@dataclass(frozen=True, kw_only=True)
 class Returns(Scores):
     """Always the same, whatever it is."""
 
     value: Any
 
     def score(self, images: np.ndarray, prompts: Sequence[Any]) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnsForLatents(Scores):
+    """The same of latents."""
+
+    value: Any
+
+    def score_latents(self, latents: np.ndarray, text: Mapping[str, np.ndarray], prompts: Sequence[Any]) -> Any:
         return self.value
 
 
@@ -103,6 +123,16 @@ class CannotLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisibleGPUs(Scores):
+    """Their number, for each picture; -1 if they are not set and all of them are there."""
+
+    def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        number = -1 if named is None else len([gpu for gpu in named.split(",") if gpu])
+        return np.full(len(images), float(number))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """Whether torch was there when it was loaded, and the number of threads that libraries were told."""
 
@@ -111,3 +141,17 @@ class Surroundings:
 
     def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
         return np.array(vars(self)["seen"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Scores):
+    """Writes a line for each attempt, and would fail for ever."""
+
+    log: str
+
+    def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
+        from flowrl.rewards.scoring import FinalError
+
+        with Path(self.log).open("a") as file:
+            file.write("asked\n")
+        raise FinalError("400 Bad Request")

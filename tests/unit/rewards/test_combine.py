@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flowrl.config import Reward
 from flowrl.flow.advantage import Advantages
 from flowrl.rewards.combine import Component, batch_advantages
+from flowrl.rewards.frames import EveryKth
 from flowrl.types import ScoredGroup
-from tests.unit.rewards.scorers import Brightness
+from tests.unit.rewards.scorers import Brightness, Energy
 from tests.unit.rewards.support import scored_group
 
 WEIGHTS = {"ocr": 1.0, "style": 0.5}
@@ -52,6 +54,16 @@ def test_groups_keep_their_own_sizes() -> None:
 def test_weights_are_finite(weight: float) -> None:
     with pytest.raises(ValueError, match="weight must be a finite number"):
         Component(scorer=Brightness(), weight=weight)
+
+
+def test_a_component_that_is_alone_needs_no_weight() -> None:
+    assert Reward({"ocr": Component(scorer=Brightness())}).weights == {"ocr": 1.0}
+    assert Reward({"ocr": Component(scorer=Brightness(), weight=-0.5)}).weights == {"ocr": -0.5}
+
+
+def test_frames_are_of_pictures() -> None:
+    with pytest.raises(ValueError, match="frames must be null: Energy scores latents"):
+        Component(scorer=Energy(), frames=EveryKth(2))
 
 
 def test_a_scorer_must_score() -> None:

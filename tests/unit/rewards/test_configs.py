@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -37,7 +37,7 @@ def nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.stem)
 def test_builds_and_lists_every_field_with_its_default(path: Path) -> None:
-    cfg = OmegaConf.load(path)
+    cfg = OmegaConf.create(path.read_text(encoding="utf-8").replace("???", "given"))  # what only a user can give
     assert list(cfg) == ["components"]  # so that several can be composed: reward=[ocr,jpeg_compressibility]
     for name, node in cfg.components.items():
         build(node, f"reward.components.{name}", Component)
@@ -46,16 +46,14 @@ def test_builds_and_lists_every_field_with_its_default(path: Path) -> None:
             assert described.keys() == known.keys()
             for key, value in described.items():
                 if key != "perfect":  # the component's own
-                    assert isinstance(value, dict) or value == known[key].default
+                    assert isinstance(value, dict) or known[key].default in (value, MISSING)
 
 
 def test_only_what_has_a_full_score_names_one() -> None:
     components = [OmegaConf.load(path).components for path in WHOLE]
-    assert {name: node.perfect for component in components for name, node in component.items()} == {
-        "ocr": 1.0,
-        "jpeg_compressibility": None,
-        "jpeg_incompressibility": None,
-    }
+    found = {name: node.perfect for component in components for name, node in component.items()}
+    assert {name for name, perfect in found.items() if perfect is not None} <= {"ocr", "vlm_ocr"}
+    assert found["ocr"] == 1.0
     with pytest.raises(ConfigError, match="perfect: must be a finite number"):
         ocr("components.ocr.perfect=.inf")
 

@@ -19,9 +19,19 @@ from flowrl.config import Reward
 from flowrl.rewards.combine import Component
 from flowrl.rewards.pool import RewardPool
 from flowrl.rewards.scoring import RewardError
-from flowrl.rewards.worker import ProcessWorker
+from flowrl.rewards.worker import OnHost, ProcessWorker
 from flowrl.types import SampledGroup
-from tests.unit.rewards.scorers import Brightness, CannotLoad, FailsOnce, Obeys, Raises, Returns, Surroundings
+from tests.unit.rewards.scorers import (
+    Brightness,
+    CannotLoad,
+    FailsOnce,
+    Obeys,
+    Raises,
+    Refused,
+    Returns,
+    Surroundings,
+    VisibleGPUs,
+)  # fmt: skip
 from tests.unit.rewards.support import sampled_group
 
 SOON = 20.0  # seconds, for what should take none: the machine may be busy
@@ -80,6 +90,8 @@ def test_groups_come_back_in_order_with_every_component(num_workers: int) -> Non
         for name, values in expected.items():
             np.testing.assert_array_equal(result.rewards[name], values)
     assert totals.pop("seconds") > 0.2
+    hidden, exposed = totals.pop("hidden"), totals.pop("exposed")
+    assert exposed > 0.19 and (hidden == 0 if num_workers == 0 else hidden >= 0), "the groups took no time to be drawn"
     assert totals == {"samples": 24, "retries": 0}
 
 
@@ -91,6 +103,23 @@ def test_scores_while_groups_are_still_being_drawn(obedient: RewardPool) -> None
         first.result(timeout=SOON)  # scored although this generator is not at its end
 
     assert len(list(obedient.stream(drawn()))) == 1
+
+
+def test_what_is_hidden_and_what_is_exposed(obedient: RewardPool) -> None:
+    """The wall clock of scoring, before and after the last group is drawn; what does not count is not in it."""
+    before = obedient.totals()
+    list(obedient.stream([sampled_group(sleep=0.1)], counted=False))
+    assert obedient.totals() == before
+
+    def drawn() -> Iterator[SampledGroup]:
+        yield sampled_group(0, sleep=0.3)
+        time.sleep(0.6)
+        yield sampled_group(1, sleep=0.4)
+
+    list(obedient.stream(drawn()))
+    spent = {name: total - before[name] for name, total in obedient.totals().items()}
+    assert 0.3 <= spent["hidden"] < 0.6 and 0.4 <= spent["exposed"] < 0.9
+    assert spent["hidden"] + spent["exposed"] == pytest.approx(spent["seconds"], abs=0.1)
 
 
 def test_scorers_of_the_configuration_stay_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +135,15 @@ def test_a_worker_has_one_thread_and_loads_scorers_without_torch() -> None:
         torch_was_there, num_threads = pool.submit(sampled_group()).result(timeout=SOON).rewards["style"]
     assert num_threads == 1
     assert not torch_was_there
+
+
+@pytest.mark.parametrize(("gpus", "number"), [((), 0), (("2",), 1), (("2,5",), 2)])
+def test_a_worker_sees_its_gpus_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], number: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    with RewardPool(one(VisibleGPUs()), num_workers=1, make_worker=OnHost(gpus) if gpus else None) as pool:
+        assert pool.submit(sampled_group()).result(timeout=SOON).rewards["style"].tolist() == [number] * 2
 
 
 def test_reads_its_section() -> None:
@@ -154,7 +192,7 @@ def test_a_group_without_any_score_is_an_error() -> None:
         pool.submit(sampled_group()).result()
 
 
-def test_latents_alone_cannot_be_scored() -> None:
+def test_pictures_that_are_not_there_cannot_be_scored() -> None:
     with (
         RewardPool(one(Brightness()), num_workers=0) as pool,
         pytest.raises(RewardError, match="the rollout kept no pictures"),
@@ -293,3 +331,15 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         parent.kill()
     for pid in pids:
         assert_gone(pid)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_would_fail_again_is_not_tried_again(tmp_path: Path, num_workers: int) -> None:
+    log = tmp_path / "log"
+    component = Component(scorer=Refused(log=str(log)))
+    with (
+        RewardPool({"judge": component}, num_workers=num_workers, retries=3) as pool,
+        pytest.raises(RewardError, match=r"'judge' failed on prompt 'p0' .*FinalError: 400 Bad Request"),
+    ):
+        pool.submit(sampled_group()).result(timeout=SOON)
+    assert log.read_text().splitlines() == ["asked"]

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from flowrl.distributed.launch.base import Cluster, Place
-from flowrl.distributed.launch.spawn import Spawn
+from flowrl.distributed.launch.spawn import Spawn, SpawnCluster
 from flowrl.prompts import Prompt
 from flowrl.rewards.combine import Component
 from flowrl.rewards.pool import RewardPool
 from flowrl.rewards.remote import OnCluster, RemoteWorker
 from flowrl.rewards.scoring import Request, RewardError
-from tests.unit.rewards.scorers import Brightness, CannotLoad, Obeys, Surroundings
+from tests.unit.rewards.scorers import Brightness, CannotLoad, Obeys, Surroundings, VisibleGPUs
 from tests.unit.rewards.support import sampled_group
 from tests.unit.rewards.test_pool import SOON, assert_gone, wait_for
 
@@ -90,6 +90,15 @@ def test_torch_is_not_there(cluster: Cluster) -> None:
     worker = OnCluster(cluster)(1, {"style": Surroundings()}, SOON, SOON)
     assert worker.score(request()).tolist() == [0, 1]
     worker.close()
+
+
+@pytest.mark.parametrize(("on_gpu", "number"), [(False, 0), (True, 2)])
+def test_gpus_are_seen_by_those_who_are_to_have_them(on_gpu: bool, number: int) -> None:
+    """Whatever the cluster shows a place that asks for none."""
+    cluster = SpawnCluster({"reward-0": {"CUDA_VISIBLE_DEVICES": "0,1"}}, SOON)
+    worker = OnCluster(cluster, on_gpu=on_gpu)(0, {"style": VisibleGPUs()}, SOON, SOON)
+    assert worker.score(request()).tolist() == [number] * 2
+    cluster.close()
 
 
 def test_closing_ends_whoever_waits(cluster: Cluster, tmp_path: Path) -> None:

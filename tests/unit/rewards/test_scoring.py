@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from flowrl.prompts import Prompt
+from flowrl.rewards.latents import Latents
 from flowrl.rewards.scoring import Request, RewardError, load, score
-from tests.unit.rewards.scorers import Brightness, CannotLoad, Raises, Returns
+from tests.unit.rewards.scorers import Brightness, CannotLoad, Raises, Returns, ReturnsForLatents
 
 REQUEST = Request("style", np.zeros((3, 4, 4, 3), np.uint8), Prompt("p5", "a red fox"), ("p5:0:0", "p5:0:1", "p5:0:2"))
 
@@ -37,6 +39,17 @@ def test_unusable_scores(value: object, cause: str) -> None:
     message = str(caught.value)
     assert message.startswith("reward component 'style' failed on prompt 'p5' (a red fox): ")
     assert cause in message
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [(np.array([1.0, np.nan, 0.0]), "nan for sample p5:0:1"), (np.ones(1), "shape [1]"), (None, "got NoneType")],
+)
+def test_unusable_scores_of_latents(value: object, cause: str) -> None:
+    request = replace(REQUEST, shown=Latents(np.zeros((3, 4, 2, 2), np.float32), {}))
+    with pytest.raises(RewardError) as caught:
+        score({"style": ReturnsForLatents(value=value)}, request)
+    assert "'style' failed on prompt 'p5'" in str(caught.value) and cause in str(caught.value)
 
 
 def test_an_exception_keeps_its_traceback_on_the_way_to_another_process() -> None:

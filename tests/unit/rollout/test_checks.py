@@ -115,8 +115,10 @@ def test_what_the_native_engine_draws_is_right(case: Case, deterministic: Case) 
     assert case.check(case.drawn) == case.drawn
     assert case.drawn[0].drawn.fetch().trajectory.step_index.shape == (3, 2)
     assert deterministic.check(deterministic.drawn) == deterministic.drawn
+    latents = replace(case, run=replace(case.run, rollout=replace(case.run.rollout, output="latent")))
     no_pictures = [replace(sampled, images=None) for sampled in case.drawn]
-    assert case.check(no_pictures) == no_pictures  # an engine may keep latents only
+    assert latents.check(no_pictures) == no_pictures
+    assert latents.check(case.drawn) == case.drawn, "an engine may decode all the same"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,7 @@ def test_what_the_native_engine_draws_is_right(case: Case, deterministic: Case) 
         (two_conditions, "2 rows of conditions instead of 1"),
         (pictures(lambda images: images[:, :16]), "its pictures have the shape"),
         (pictures(lambda images: images / 255), "its pictures are float64 instead of uint8"),
+        (lambda s: replace(s, images=None), "it has no pictures"),
         (lambda s: replace(s, sampling=replace(s.sampling, policy_version=99)), "claims version 99 of the weights"),
         (lambda s: replace(s, sampling=replace(s.sampling, drawn_by="?")), "what it says about its sampling is not"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from flowrl.flow.dynamics.cps import CPS
 from flowrl.flow.dynamics.dance_sde import DanceSDE
 from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.rollout.native import Native
 from flowrl.types import DivergedError, Trajectory
 from tests.support import tiny
+from tests.support.ranks import configure
 
 
 def joined(sampled: list) -> Trajectory:  # type: ignore[type-arg]
@@ -101,9 +104,16 @@ def test_deterministic_rollout_stores_only_the_end(tiny_folder: Path) -> None:
     assert group.images is not None and group.images.shape == (3, 32, 80, 3) and group.images.dtype == np.uint8
 
 
-def test_latents_only(tiny_folder: Path) -> None:
-    engine = tiny.engine(tiny.load(tiny_folder), decode=False)
-    assert all(group.images is None for group in engine.generate(tiny.groups(2, 2), 0))
+def test_what_is_not_asked_for_is_not_decoded(tiny_folder: Path) -> None:
+    """And what is drawn is the same."""
+    run, policy = configure(tiny_folder), tiny.load(tiny_folder)
+    drawn = {}
+    for output in ("image", "latent", "both"):
+        run = replace(run, rollout=replace(run.rollout, output=output))
+        (drawn[output],) = Native().open(run, policy).generate(tiny.groups(1, 2), 0)
+    assert {output for output, group in drawn.items() if group.images is None} == {"latent"}
+    final = {output: group.drawn.fetch().trajectory.final_latents for output, group in drawn.items()}
+    assert torch.equal(final["latent"], final["image"]) and torch.equal(final["both"], final["image"])
 
 
 def test_a_model_that_draws_nan_is_an_error(tiny_folder: Path) -> None:

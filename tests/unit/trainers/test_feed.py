@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ from flowrl.trainers.feed import Feed, Pace
 from flowrl.trainers.separate_async import SeparateAsyncTrainer
 from flowrl.types import Group, InMemory, SampledGroup, Sampling, ScoredGroup
 from tests.support.scorers import Indifferent
+from tests.unit.rewards.scorers import Obeys
 
 BATCH = 4
 PROMPTS = [Prompt(f"p{i}", f"sign {i}") for i in range(7)]
@@ -101,13 +102,17 @@ class Bench:
 def bench(painter: Painter, lead: int = 0, total: int = 10, **options: Any) -> Iterator[Bench]:
     """Without threads unless told otherwise."""
     state: Mapping[str, Any] | None = options.pop("state", None)
+    scorer, num_reward_workers = options.pop("scorer", Indifferent()), options.pop("num_reward_workers", 0)
+    orders = options.pop("orders", {})
+    prompts = [replace(prompt, metadata=orders) for prompt in PROMPTS]
     buffer = ReplayBuffer(Ledger(options.pop("max_groups", None), options.pop("max_bytes", None)), AsItIs())
-    data = GroupSampler(PROMPTS, BATCH, 2, seed=0)
+    data = GroupSampler(prompts, BATCH, 2, seed=0)
     if state is not None:
         data.load_state_dict(state["data"])
         buffer.load_state_dict(state["buffer"])
     settings: dict[str, Any] = {"max_failures": 3, "threads": False, **options}
-    with RewardPool({"any": Component(scorer=Indifferent())}, num_workers=0) as rewards:
+    with RewardPool({"any": Component(scorer=scorer)}, num_reward_workers) as rewards:
+        rewards.warm()
         size = settings.pop("rollout_size", BATCH)
         pace = Pace(BATCH, lead, total)
         with Feed(data, painter, rewards, buffer, pace, size, **settings) as feed:  # type: ignore[arg-type]
@@ -182,6 +187,25 @@ def test_a_batch_that_is_old_in_part_keeps_its_young_groups() -> None:
         batch = trainer.collected(b, version=1)
         assert b.train(batch) == [2, 3, 4, 5] and b.buffer.accounting().evicted == {"stale": 2}
         balance(b.buffer)
+
+
+@pytest.mark.parametrize(("num_workers", "drawing_s"), [(1, 0.0), (0, 0.0), (1, 0.2)], ids=["own", "here", "slow"])
+def test_scoring_that_the_trainer_waits_for_is_exposed(num_workers: int, drawing_s: float) -> None:
+    """All but the last of a batch is hidden if drawing takes longer, and so is all that goes on while it trains."""
+    painter = Painter(size=1, begins=lambda group: time.sleep(drawing_s))
+    scored_s = 0.1
+    rewards = {"scorer": Obeys(), "num_reward_workers": num_workers, "orders": {"sleep": scored_s}}
+    with bench(painter, 1, 2, threads=True, **rewards) as b:
+        b.train(b.feed.collect(BATCH))
+        waited = b.feed.rewards.exposure.seconds()
+        while b.buffer.accounting().in_flight[State.FINISHED] < BATCH:
+            time.sleep(0.01)  # it trains
+        trained = b.feed.rewards.exposure.seconds()
+    if drawing_s:
+        assert waited.hidden > waited.exposed >= 0.9 * scored_s
+    else:
+        assert waited.exposed >= 0.9 * scored_s * BATCH > waited.hidden
+    assert trained.exposed == waited.exposed and trained.hidden >= (BATCH - 1) * scored_s * 0.9
 
 
 def test_generation_ends_where_the_run_does() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flowrl.config import Config
+from flowrl.config import Config, Evaluation, Reward
+from flowrl.distributed.launch.failures import PlacementError
+from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.launch.placement import assign
-from flowrl.distributed.launch.ray import arrange
-from flowrl.trainers.placement import actor_places, rollout_places, transport
+from flowrl.distributed.launch.ray import Ray, arrange
+from flowrl.rewards.worker import OnHost
+from flowrl.trainers import placement
+from flowrl.trainers.placement import actor_places, on_host, pool_places, rollout_places, trainer_places, transport
 from tests.support.ranks import configure
 
 GPUS = ["0", "1", "2", "3"]
@@ -53,3 +58,115 @@ def test_standalone_workers_have_gpus_of_their_own_or_share_them(tiny_folder: Pa
 def test_without_gpus_nobody_asks_for_one(tiny_folder: Path, layout: str) -> None:
     run = configure(tiny_folder, "actor=full", "actor.num_ranks=2", f"trainer.layout={layout}")
     assert {place.num_gpus for place in [*actor_places(run), *rollout_places(run)]} == {0.0}
+
+
+# ------------------------------------------------------------------------------------------ rewards
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_folder: Path) -> Config:
+    """`launcher=spawn`, one rank, on the CPU."""
+    return configure(tiny_folder)
+
+
+def scoring(
+    run: Config, runtime: str, num_workers: int = 2, share: float = 1.0, judges: Reward | None = None
+) -> Config:
+    reward = replace(run.reward, runtime=runtime, num_workers=num_workers, num_gpus_per_worker=share)
+    return replace(run, reward=reward, trainer=replace(run.trainer, eval=Evaluation(rewards=judges)))
+
+
+def seen(run: Config, monkeypatch: pytest.MonkeyPatch, gpus: list[str] = GPUS) -> list[str]:
+    """`CUDA_VISIBLE_DEVICES` of the processes that score, on a machine with these GPUs."""
+    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+    return list(on_host(pool_places(run)["reward"], trainer_places(run)).gpus)
+
+
+LAYOUTS = {
+    "shared": ("actor.num_ranks=2",),
+    "colocated": ("actor.num_ranks=2", "trainer.layout=colocated"),
+    "standalone": ("actor.num_ranks=1", "trainer.layout=standalone", "rollout.num_workers=1"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpus_of_reward_workers(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """None, in turn those of whoever draws, or the next ones that are free."""
+    run = on_cuda(tiny_folder, *LAYOUTS[layout])
+    assert seen(scoring(run, "cpu"), monkeypatch) == ["", ""]
+    drawing = ["1"] if layout == "standalone" else ["0", "1"]
+    assert seen(scoring(run, "colocated", 3), monkeypatch) == (drawing * 3)[:3]
+    assert seen(scoring(run, "remote"), monkeypatch) == ["2", "3"]
+    assert seen(scoring(run, "remote", 3, share=0.5), monkeypatch) == ["2", "2", "3"]
+    assert seen(scoring(run, "remote", 1, share=2), monkeypatch) == ["2,3"]
+    with pytest.raises(PlacementError, match="reward-2 needs 1 GPU"):
+        seen(scoring(run, "remote", 3), monkeypatch)
+
+
+def test_in_one_process_everything_but_rewards_is_on_one_gpu(plain: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in ("shared", "standalone"):
+        run = replace(plain, device="cuda", launcher=Inline(), trainer=replace(plain.trainer, layout=layout))
+        assert seen(scoring(run, "colocated"), monkeypatch) == ["0", "0"]
+        assert seen(scoring(run, "remote", 3), monkeypatch) == ["1", "2", "3"]
+
+
+def test_without_a_gpu_that_draws_colocated_is_cpu(plain: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen(scoring(plain, "colocated"), monkeypatch) == ["", ""]
+    assert pool_places(scoring(plain, "colocated")) == pool_places(scoring(plain, "cpu"))
+
+
+def test_places_of_ray(tiny_folder: Path) -> None:
+    """The bundle of whoever draws is shared; workers with their own GPUs have their own bundles."""
+    run = replace(on_cuda(tiny_folder, "trainer.layout=standalone"), launcher=Ray())
+    run = scoring(run, "colocated", judges=Reward(runtime="remote", num_workers=1, num_gpus_per_worker=0.5))
+    places = [*trainer_places(run), *(place for places in pool_places(run).values() for place in places)]
+    bundles, seats = arrange(places)
+    assert [bundle.get("GPU", 0) for bundle in bundles] == [1.0, 1.0, 0.5]
+    assert [seats[name].bundle for name in ("actor-0", "rollout-0", "reward-0", "reward-1", "judge-0")] == [
+        0,
+        1,
+        1,
+        1,
+        2,
+    ]
+
+
+def test_evaluations_rewards_come_after_trainings(plain: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scoring(replace(plain, device="cuda"), "remote", judges=Reward(runtime="remote", num_workers=1))
+    pools = pool_places(run)
+    monkeypatch.setattr(placement, "visible_gpus", lambda: GPUS)
+    assert on_host(pools["judge"], [*trainer_places(run), *pools["reward"]]) == OnHost(["3"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "path"),
+    [
+        ([], {}, "reward.runtime"),
+        (["0"], {}, "reward.runtime"),
+        (["0", "1"], {}, None),
+        (["0", "1"], {"num_workers": 2}, "reward.runtime"),
+        (["0", "1"], {"num_workers": 2, "num_gpus_per_worker": 0.5}, None),
+        (["0", "1"], {"num_workers": 0}, "reward.num_workers"),
+        (["0", "1"], {"num_gpus_per_worker": 0.0}, "reward.num_gpus_per_worker"),
+        (["0", "1", "2"], {"num_gpus_per_worker": 1.5}, "reward.num_gpus_per_worker"),
+        (["0", "1"], {"runtime": "cpu", "num_gpus_per_worker": 0.5}, "reward.num_gpus_per_worker"),
+        (["0"], {"runtime": "colocated"}, None),
+        (["0"], {"runtime": "colocated", "num_workers": 0}, "reward.num_workers"),
+        ([], {"runtime": "colocated", "num_workers": 0}, None),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(
+    plain: Config, monkeypatch: pytest.MonkeyPatch, gpus: list[str], changes: dict[str, object], path: str | None
+) -> None:
+    """Before anything starts; `launcher=spawn`, one rank."""
+    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+    settings: dict[str, Any] = {"runtime": "remote", "num_workers": 1, **changes}
+    run = replace(plain, device="cuda" if gpus else "cpu", reward=replace(plain.reward, **settings))
+    assert [problem.path for problem in placement.problems(run)] == ([] if path is None else [path])
+
+
+def test_a_cluster_that_is_there_already_may_have_gpus(plain: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "visible_gpus", lambda: [])
+    for launcher, paths in ((Ray(), ["reward.runtime"]), (Ray(address="auto"), [])):
+        run = replace(scoring(plain, "remote"), launcher=launcher, device="cuda")
+        assert [problem.path for problem in placement.problems(run)] == paths

@@ -1,0 +1,89 @@
+"""The files that a command reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_process.refused import Refused
+from flowrl.data.rows import SUFFIXES, Fault, LineFault, PromptFileError, Row, fingerprint, read_rows
+from flowrl.data.schema import Ids, checked_rows, plain
+
+
+def data_files(paths: Iterable[str]) -> list[str]:
+    """The files themselves, and those in folders, by name. Raises Refused for a folder without any."""
+    found: list[str] = []
+    for path in paths:
+        if not Path(path).is_dir():
+            found.append(path)
+            continue
+        inside = sorted(str(file) for file in Path(path).iterdir() if file.suffix in SUFFIXES and file.is_file())
+        if not inside:
+            raise Refused([f"{path}: is a folder without {', '.join(SUFFIXES)} files"])
+        found += inside
+    twice = sorted({file for file in found if found.count(file) > 1})
+    if twice:
+        raise Refused([f"{file}: is named twice" for file in twice])
+    return found
+
+
+@dataclass
+class Inputs:
+    """Files that are read as one, row by row, and everything that is wrong with them.
+
+    Each is hashed as it is when work begins, so that what is written can say what it was made of.
+    """
+
+    files: Sequence[str]
+    convert: Callable[[Row], Row] = plain
+    columns: Sequence[str] = ()
+    hashes: dict[str, str] = field(init=False)
+    faults: dict[str, list[Fault]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hashes = {file: fingerprint(file) for file in self.files}
+
+    def rows(self) -> Iterator[tuple[str, int, Row]]:
+        """File, line and content of every sound row."""
+        self.faults = {file: [] for file in self.files}
+        ids: Ids = {}
+        for file in self.files:
+            for number, row in checked_rows(file, self.faults[file], ids, self.convert, self.columns):
+                yield file, number, row
+
+    def again(self) -> Iterator[tuple[str, Row]]:
+        """File and content of the same rows, for a second reading after one that has found nothing wrong."""
+        for file in self.files:
+            for _, row in read_rows(file, [], self.columns):
+                try:
+                    yield file, self.convert(row)
+                except LineFault as fault:
+                    raise Refused([f"{file}: changed while it was being read"]) from fault
+
+    def num_faulty(self) -> int:
+        """Rows that are wrong."""
+        return sum(len({fault.line for fault in faults}) for faults in self.faults.values())
+
+    def report(self) -> list[str]:
+        """One line for each fault."""
+        return [
+            line for file, faults in self.faults.items() if faults for line in PromptFileError(file, faults).report()
+        ]
+
+    def refuse_faults(self, *, but_lines: bool = False) -> None:
+        """Raises Refused if anything is wrong, or, `but_lines`, anything that does not concern one line alone."""
+        faults = [fault for found in self.faults.values() for fault in found]
+        if any(fault.line is None or not but_lines for fault in faults):
+            raise Refused(self.report())
+
+    def refuse_changes(self) -> None:
+        """Raises Refused if a file is not what it was when work began."""
+        changed = [file for file, before in self.hashes.items() if fingerprint(file) != before]
+        if changed:
+            raise Refused([f"{file}: changed while it was being read" for file in changed])
+
+    def refuse_nothing(self, count: int) -> None:
+        """Raises Refused if no row is left."""
+        if count == 0:
+            raise Refused([*self.report(), f"{', '.join(self.files)}: no prompt is left"])

@@ -1,0 +1,241 @@
+"""Files of rows, read one at a time: `.txt` (a prompt a line), `.jsonl` (a JSON object a line) and `.parquet`.
+
+What cannot be read is a fault with its line, and reading goes on: whoever reads sees all of them. In a parquet file,
+which has no lines, the number is the row's, from 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+PACKAGE_SCHEME = "pkg://"
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+BATCH = 10_000  # rows of a parquet file that are in memory at once
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one line of a prompt file, or, without a line, with the file."""
+
+    message: str
+    line: int | None = None
+
+
+class LineFault(Exception):
+    """What is wrong with the line that is being looked at."""
+
+    def __init__(self, *messages: str) -> None:
+        self.messages = messages
+
+
+class PromptFileError(ValueError):
+    """A prompt file that cannot be used: all its faults, and a message that names the first `shown` of them."""
+
+    shown = 20
+
+    def __init__(self, path: str, faults: Sequence[Fault]) -> None:
+        self.path = path
+        self.faults = tuple(sorted(faults, key=lambda fault: fault.line or 0))
+        lines = self.report()
+        hidden = len(lines) - self.shown
+        more = [f"... and {hidden} more; `python -m data_process inspect {path}` lists them all"] if hidden > 0 else []
+        super().__init__("\n".join(lines[: self.shown] + more))
+
+    def report(self) -> list[str]:
+        """One `file:line: message` per fault, in the order of the lines."""
+        return [f"{self.path}{'' if f.line is None else f':{f.line}'}: {f.message}" for f in self.faults]
+
+
+def read_rows(path: str, faults: list[Fault], columns: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
+    """Number and content of every row but blank lines; what is wrong is appended to `faults`.
+
+    Args:
+        path: an ordinary path, or `pkg://PACKAGE/path` for a file inside an installed package.
+        faults: of this file.
+        columns: of a parquet file, those to read if it has them: columns of pictures are large. Empty: all.
+
+    Raises:
+        PromptFileError: if the file cannot be opened, or its name ends in none of `SUFFIXES`.
+    """
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise PromptFileError(
+            path, [Fault(f"must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {suffix!r}")]
+        )
+    with open_data(path) as file:
+        if suffix == ".parquet":
+            yield from _parquet_rows(file, faults, columns)
+            return
+        for number, line in _lines(file, faults):
+            try:
+                yield number, {"prompt": line.strip()} if suffix == ".txt" else _json_row(line)
+            except LineFault as fault:
+                faults.extend(Fault(message, number) for message in fault.messages)
+            except RecursionError:
+                faults.append(Fault("is nested too deeply", number))
+
+
+def fingerprint(path: str) -> str:
+    """SHA-256 of the file's bytes, in hexadecimal. Raises PromptFileError if it cannot be read."""
+    with open_data(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def open_data(path: str) -> IO[bytes]:
+    """The file at an ordinary or `pkg://` path. Raises PromptFileError if it cannot be opened."""
+    try:
+        return _locate(path).open("rb")
+    except OSError as error:
+        raise PromptFileError(path, [Fault(error.strerror or str(error))]) from error
+
+
+def _locate(path: str) -> Traversable:
+    if not path.startswith(PACKAGE_SCHEME):
+        return Path(path).expanduser()
+    package, _, rest = path.removeprefix(PACKAGE_SCHEME).partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.submodule_search_locations is None:  # the latter: a module of one file
+        raise PromptFileError(path, [Fault(f"there is no package {package!r}")])
+    return resources.files(package).joinpath(rest)
+
+
+# ------------------------------------------------------------------------------------------------ text and JSON
+
+
+def _lines(file: IO[bytes], faults: list[Fault]) -> Iterator[tuple[int, str]]:
+    """Number and text of every line but blank ones. Only \\n and \\r\\n end a line: U+2028 may be part of a prompt."""
+    for number, raw in enumerate(file, start=1):
+        if number == 1:
+            if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                faults.append(Fault("is UTF-16; save it as UTF-8"))
+                return
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        try:
+            line = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            byte = raw[error.start]
+            faults.append(Fault(f"byte 0x{byte:02x} in column {error.start + 1} is not UTF-8 (Latin-1?)", number))
+            continue
+        if line.strip():
+            yield number, line
+
+
+def _json_row(line: str) -> Row:
+    row = parse_json(line)
+    if not isinstance(row, dict):
+        raise LineFault(f'must be a JSON object such as {{"prompt": "..."}}, got {json_type(row)}')
+    return row
+
+
+def parse_json(text: str) -> Any:
+    """Strictly: no key twice, no NaN, no half of a character. Raises LineFault."""
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise LineFault(f"is not JSON: {error.msg} in column {error.colno}") from error
+    except ValueError as error:  # Python refuses to read it
+        raise LineFault(f"holds an integer of more than {sys.get_int_max_str_digits()} digits") from error
+    half = _HALF.search(json.dumps(value, ensure_ascii=False)) if _ESCAPED_HALF.search(text) else None
+    if half:
+        raise LineFault(f"holds U+{ord(half[0]):04X}, which is not text")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise LineFault(f"has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return row
+
+
+def _no_number(name: str) -> NoReturn:
+    raise LineFault(f"holds {name}, which is not JSON")
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
+
+
+def json_type(value: Any) -> str:
+    """What a value is called in messages."""
+    if isinstance(value, bool):
+        return "a boolean"
+    names = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------- parquet
+
+
+def _parquet_rows(file: IO[bytes], faults: list[Fault], columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        table = ParquetFile(file)
+        names = table.schema_arrow.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        wanted = [name for name in names if name in columns] if columns else names
+        if twice or not wanted:
+            what = f"the column {twice[0]!r} twice" if twice else f"no column {' or '.join(map(repr, columns))}"
+            faults.append(Fault(f"has {what}; columns: {', '.join(names)}"))
+            return
+        deep = {name for name in wanted if _is_deep(table.schema_arrow.field(name).type)}
+        first = 1
+        for batch in table.iter_batches(batch_size=BATCH, columns=wanted):
+            for number, row in _batch_rows(batch, first, faults):
+                try:
+                    yield number, row | {name: _dense(row[name]) for name in deep} if deep else row
+                except LineFault as fault:
+                    faults.extend(Fault(message, number) for message in fault.messages)
+            first += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        faults.append(Fault(f"is not a whole parquet file: {str(error).splitlines()[0]}"))
+
+
+def _batch_rows(batch: Any, first: int, faults: list[Fault]) -> Iterator[tuple[int, Row]]:
+    """Rows of a record batch, in Python's types."""
+    try:
+        yield from enumerate(batch.to_pylist(maps_as_pydicts="strict"), start=first)
+    except UnicodeDecodeError:  # which row is it?
+        for place in range(batch.num_rows):
+            try:
+                yield from enumerate(batch.slice(place, 1).to_pylist(maps_as_pydicts="strict"), start=first + place)
+            except UnicodeDecodeError:
+                faults.append(Fault("holds bytes that are not UTF-8", first + place))
+
+
+def _is_deep(kind: Any) -> bool:
+    """Whether a column of this Arrow type holds objects, or lists of anything but strings."""
+    from pyarrow import types
+
+    return types.is_nested(kind) and not (types.is_list(kind) and types.is_string(kind.value_type))
+
+
+def _dense(value: Any) -> Any:
+    """Without nulls in objects: in a column of objects every row has every key. Raises LineFault if it is not JSON."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise LineFault(f"holds an object with the key {wrong[0]!r:.50}, which JSON cannot")
+        return {key: _dense(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_dense(entry) for entry in value]
+    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        raise LineFault(f"holds {value!r:.50}, which JSON cannot")
+    return value

@@ -1,0 +1,209 @@
+"""What a row of a prompt file may hold; docs/data.md is its description for users.
+
+    prompt            what to draw
+    target            what a reward looks for, for OCR the text to be read
+    negative_prompt   what guidance leads away from
+    images, videos    files that the prompt is about; paths are relative to the data file
+    metadata          an object; `task` and `sample_id` have a meaning, the rest is the user's
+    id                as `metadata.sample_id`
+
+Only `prompt` must be there, and null is as good as leaving a field out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from flowrl.data.chat import from_chat, is_chat
+from flowrl.data.rows import Fault, LineFault, Row, json_type, parse_json, read_rows
+from flowrl.data.targets import first_quoted
+
+TARGETS = ("none", "quoted", "field")
+MEDIA = ("images", "videos")
+OPTIONAL = ("target", "negative_prompt", *MEDIA, "metadata", "id")
+FIELDS = ("prompt", *OPTIONAL)
+TASKS: dict[str, tuple[str, ...]] = {"t2i": (), "t2v": (), "i2i": ("images",), "i2v": ("images",), "v2v": ("videos",)}
+"""The media that a row of each task must have; it may have no others."""
+
+Ids = dict[str, tuple[str, int]]
+"""Where each id that was written down has been seen: file and line."""
+
+_NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f]")
+_UNSEEN = {ord(c): None for c in "\u00ad\u200b\u200e\u200f\u2060\ufe0e\ufe0f\ufeff"}
+_QUOTES = str.maketrans(dict.fromkeys("\u201c\u201d\u201e\u201f", '"') | dict.fromkeys("\u2018\u2019\u201a\u201b", "'"))
+
+
+def plain(row: Row) -> Row:
+    """The row without nulls and empty lists of media, its metadata an object, a chat prompt turned into text."""
+    if is_chat(row):
+        row = from_chat(row)
+    absent = {
+        name for name, value in row.items() if (value is None and name in OPTIONAL) or (value == [] and name in MEDIA)
+    }
+    row = {name: value for name, value in row.items() if name not in absent}
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):  # as flowrl writes it into parquet files, which have no free-form objects
+        try:
+            row["metadata"] = parse_json(metadata)
+        except LineFault as fault:
+            raise LineFault(*(f"'metadata' {message}" for message in fault.messages)) from fault
+    return row
+
+
+def checked_rows(
+    path: str,
+    faults: list[Fault],
+    ids: Ids | None = None,
+    convert: Callable[[Row], Row] = plain,
+    columns: Sequence[str] = (),
+) -> Iterator[tuple[int, Row]]:
+    """Number and content of every sound row of a file; whatever is wrong with the others is appended to `faults`.
+
+    Args:
+        path, faults, columns: see `read_rows`.
+        ids: of files that belong together, in which no id may be twice; of this file alone if None.
+        convert: makes a row of this schema of what was read; raises LineFault if it cannot. `plain` by default.
+    """
+    ids = {} if ids is None else ids
+    empty = True
+    for number, found in read_rows(path, faults, columns):
+        empty = False
+        try:
+            row = convert(found)
+            _check(row)
+            _check_id(row, path, number, ids)
+        except LineFault as fault:
+            faults.extend(Fault(message, number) for message in fault.messages)
+        else:
+            yield number, row
+    if empty and not faults:
+        faults.append(Fault("holds no prompt"))
+
+
+def sample_id(row: Row) -> str:
+    """What a sample is known by: its `id`, its `metadata.sample_id`, or else a hash of its content."""
+    written = written_id(row)
+    return content_id(row) if written is None else written
+
+
+def written_id(row: Row) -> str | None:
+    """`id` or `metadata.sample_id`, if the row has one."""
+    found = row.get("id", row.get("metadata", {}).get("sample_id"))
+    return None if found is None else str(found)
+
+
+def content_id(row: Row) -> str:
+    """16 hexadecimal digits of the SHA-256 of all that a row holds: the same in every file, at every place."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def content_key(row: Row) -> bytes:
+    """Equal for rows that ask for the same: by their normalised prompts and their media, in any order."""
+    media = sorted(path for name in MEDIA for path in row.get(name, ()))
+    return hashlib.sha256("\0".join([normalised(row["prompt"]), *media]).encode()).digest()[:16]
+
+
+def normalised(text: str) -> str:
+    """The text without what makes no difference: case, white space, forms of one character, kinds of quotes."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text).translate(_UNSEEN).translate(_QUOTES)
+    return " ".join(text.casefold().split())
+
+
+def target_of(row: Row, rule: str) -> str | None:
+    """The target by a rule of `TARGETS`. Raises LineFault if the row has none that the rule wants."""
+    declared = row.get("target")
+    if rule == "quoted":
+        return _quoted(row["prompt"], declared)
+    if declared is None and rule == "field":
+        raise LineFault("has no 'target', which data.target=field needs")
+    return declared
+
+
+def _quoted(text: str, declared: str | None) -> str:
+    quoted = first_quoted(text)
+    if quoted is None:
+        raise LineFault(f"has no quoted text, which data.target=quoted needs: {_shortened(text)}")
+    if not quoted.strip():
+        raise LineFault(f"quotes an empty text: {_shortened(text)}")
+    if declared not in (None, quoted):
+        raise LineFault(f"quotes {quoted!r} but its target is {declared!r}: set data.target=field, or remove one")
+    return quoted
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# --------------------------------------------------------------------------------------------------- checks
+
+
+def _check(row: Row) -> None:
+    """Raises LineFault with everything that is wrong with the row."""
+    messages = [
+        f"has an unknown field {name!r}; fields: {', '.join(FIELDS)}. Others belong into metadata"
+        for name in sorted(name for name in row if name not in FIELDS)
+    ]
+    if "prompt" not in row:
+        messages.append("has no 'prompt'")
+    for name in ("prompt", "target", "negative_prompt"):
+        if name in row:
+            messages.extend(_text_faults(name, row[name]))
+    for name in MEDIA:
+        if name in row:
+            messages.extend(_media_faults(name, row[name]))
+    if "metadata" in row:
+        messages.extend(_metadata_faults(row["metadata"]))
+    if "id" in row:
+        messages.extend(_id_faults("id", row["id"]))
+    if messages:
+        raise LineFault(*messages)
+
+
+def _text_faults(name: str, text: Any) -> list[str]:
+    if not isinstance(text, str):
+        return [f"{name!r} must be a string, got {json_type(text)}"]
+    if name != "negative_prompt" and not text.strip():
+        return [f"{name!r} is empty"]
+    bad = _NOT_TEXT.search(text)
+    return [f"{name!r} holds U+{ord(bad[0]):04X}, which is not text"] if bad else []
+
+
+def _media_faults(name: str, paths: Any) -> list[str]:
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+        return [f"{name!r} must be a list of paths, got {json_type(paths)}"]
+    return [message for path in paths for message in _text_faults(name, path)]
+
+
+def _metadata_faults(metadata: Any) -> list[str]:
+    if not isinstance(metadata, dict):
+        return [f"'metadata' must be an object, got {json_type(metadata)}"]
+    task = metadata.get("task")
+    if task is not None and not isinstance(task, str):
+        return [f"'metadata.task' must be a string, got {json_type(task)}"]
+    found = metadata.get("sample_id")
+    return [] if found is None else _id_faults("metadata.sample_id", found)
+
+
+def _id_faults(name: str, value: Any) -> list[str]:
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        return [f"{name!r} must be a non-empty string or an integer, got {json_type(value)}"]
+    return _text_faults(name, str(value))
+
+
+def _check_id(row: Row, path: str, number: int, ids: Ids) -> None:
+    written = written_id(row)
+    if written is None:
+        return
+    other = row.get("metadata", {}).get("sample_id")
+    if other is not None and str(other) != written:
+        raise LineFault(f"has the id {written!r} but the metadata.sample_id {str(other)!r}: remove one")
+    place = ids.setdefault(written, (path, number))
+    if place != (path, number):
+        where = f"line {place[1]}" if place[0] == path else f"{place[0]}:{place[1]}"
+        raise LineFault(f"has the id {written!r} of {where}")

@@ -1,0 +1,70 @@
+"""What scorer processes of tests live on. A module of its own, so that they import nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+HANGS = -1  # the seed with which a latent model does
+
+
+@dataclass(frozen=True)
+class Obeys:
+    """Scores 1 for each payload, or does what one of them says."""
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def score(self, payloads: Sequence[str]) -> np.ndarray:
+        for payload in payloads:
+            match payload:
+                case "raise":
+                    raise RuntimeError("too large")
+                case "exit":
+                    raise SystemExit
+                case "die":
+                    os._exit(3)
+                case "hang":
+                    time.sleep(60)
+        return np.ones(len(payloads))
+
+
+@dataclass(frozen=True)
+class CannotLoad(Obeys):
+    """Has no model."""
+
+    def load(self) -> None:
+        raise FileNotFoundError("no model.onnx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyLatentModel:
+    """A random reward model of latents: one vector for each of what it sees, and noise if it is given a seed."""
+
+    channels: int = 4
+    seed: int = 0
+
+    def load(self) -> None:
+        draw = np.random.default_rng(self.seed)
+        weights = {name: draw.standard_normal(64).astype(np.float32) for name in ("latents", "prompt_embeds")}
+        object.__setattr__(self, "weights", weights)
+
+    def score(
+        self, latents: np.ndarray, text: Mapping[str, np.ndarray], u: np.ndarray, seeds: Sequence[int | None]
+    ) -> np.ndarray:
+        if HANGS in seeds:
+            time.sleep(60)
+        if latents.shape[1] != self.channels:
+            raise ValueError(f"latents must have {self.channels} channels, got {latents.shape[1]}")
+        noise = [0.0 if seed is None else np.random.default_rng(seed).standard_normal() for seed in seeds]
+        parts: Mapping[str, Any] = {"latents": latents, "prompt_embeds": text["prompt_embeds"]}
+        seen = sum(
+            part.reshape(len(part), -1)[:, :64].astype(np.float64) @ vars(self)["weights"][name][: part[0].size]
+            for name, part in parts.items()
+        )
+        return (1 - u) * np.tanh(seen) + u * np.array(noise)

@@ -1,0 +1,146 @@
+"""What a reward server answers, whatever it is sent, with a scorer that misbehaves when it is told to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from flowrl.prompts import Prompt
+from flowrl.rewards.combine import Component
+from flowrl.rewards.frames import EveryKth
+from flowrl.rewards.wire import encode
+from flowrl.serving.app import Limits, Service, create_app
+from flowrl.serving.checks import checked_scores
+from flowrl.serving.pictures import Pictures, PictureScorer
+from tests.unit.rewards.scorers import Brightness, Obeys
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (2, 6, 5, 3), dtype=np.uint8)
+PROMPTS = [Prompt("p0", "a cat"), Prompt("p1", "a dog")]
+HEADERS = {
+    "content-type": "application/octet-stream",
+    "x-flowrl-protocol-version": "1",
+    "authorization": "Bearer secret",
+}
+LIMITS = Limits(max_body_mb=1, timeout_s=0.5, queue_size=3, max_wait_ms=0)
+GOOD = encode(IMAGES, PROMPTS)
+
+
+def ordered(**orders: Any) -> bytes:
+    """A picture for a scorer that obeys."""
+    return encode(IMAGES[:1], [Prompt("p", "a cat", metadata=orders)])
+
+
+def post(client: TestClient, body: bytes = GOOD, headers: Mapping[str, str | None] = {}) -> tuple[int, Any]:
+    sent = {name: value for name, value in {**HEADERS, **headers}.items() if value is not None}
+    answer = client.post("/v1/score", content=body, headers=sent)
+    content = answer.json()
+    assert content.pop("protocol_version") == "1"
+    assert ("retry-after" in answer.headers) == (answer.status_code == 503)
+    return answer.status_code, content
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(Service(Pictures(Component(scorer=Obeys())), LIMITS, token="secret"))) as client:
+        while client.get("/healthz").status_code != 200:
+            pass
+        yield client
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "png"])
+def test_each_picture_gets_its_score(client: TestClient, file_format: str) -> None:
+    assert post(client, encode(IMAGES, PROMPTS, file_format)) == (200, {"scores": [1.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "error"),
+    [
+        (GOOD, {"authorization": None}, 401, "the bearer token is missing or wrong"),
+        (GOOD, {"authorization": "Bearer secre"}, 401, "the bearer token is missing or wrong"),
+        (GOOD, {"authorization": "secret"}, 401, "the bearer token is missing or wrong"),
+        (GOOD, {"x-flowrl-protocol-version": "2"}, 400, "the header x-flowrl-protocol-version must be 1, got 2"),
+        (GOOD, {"x-flowrl-protocol-version": None}, 400, "the header x-flowrl-protocol-version must be 1, got None"),
+        (GOOD, {"content-type": "text/html"}, 400, "the content-type must be application/octet-stream, got text/html"),
+        (GOOD[:-1], {}, 400, "the body is not a whole safetensors blob"),
+        (b"<html>502 Bad Gateway</html>", {}, 400, "the body is not a whole safetensors blob"),
+        (b"", {}, 400, "the body is not a whole safetensors blob"),
+        (bytes(1_000_001), {}, 413, "the request has 1000001 bytes, and 1000000 are allowed (max_body_mb)"),
+        (bytes(1_000_001), {"authorization": None}, 401, "the bearer token is missing or wrong"),
+        (ordered(then="raise"), {}, 422, "ZeroDivisionError"),
+        (ordered(then="quit"), {}, 422, "SystemExit"),
+        (ordered(then="nan"), {}, 422, "ValueError: the score of sample 0 is nan"),
+        (ordered(sleep=30), {}, 503, "the scorer did not answer within 0.5 s and was stopped"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said_and_the_next_request_is_scored(
+    client: TestClient, body: bytes, headers: dict[str, str | None], status: int, error: str
+) -> None:
+    found, content = post(client, body, headers)
+    assert found == status and content["error"].startswith(error)
+    assert post(client)[0] == 200
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_form(client: TestClient) -> None:
+    assert client.get("/v1/score").status_code == 405
+    assert client.get("/docs").json() == {"protocol_version": "1", "error": "Not Found"}
+
+
+def test_metrics_are_for_those_with_the_token_and_count(client: TestClient) -> None:
+    def value(name: str) -> float:
+        text = client.get("/metrics", headers=HEADERS).text
+        return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + " ")), 0.0)
+
+    assert client.get("/metrics").status_code == 401
+    counters = ('flowrl_requests_total{status="200"}', 'flowrl_requests_total{status="422"}', "flowrl_samples_total")
+    before = [value(name) for name in counters]
+    post(client)
+    post(client, ordered(then="raise"))
+    assert [value(name) - old for name, old in zip(counters, before, strict=True)] == [1, 1, 2]
+    assert value("flowrl_waiting_requests") == 0
+
+
+def test_before_the_scorer_is_loaded_nobody_is_scored() -> None:
+    client = TestClient(create_app(Service(Pictures(Component(scorer=Obeys())), LIMITS)))  # whose life has not begun
+    assert (client.get("/healthz").status_code, client.get("/healthz").json()) == (503, {"status": "loading"})
+    assert post(client) == (503, {"error": "the scorer is being loaded"})
+
+
+# ---------------------------------------------------------------------------------------------- pictures and videos
+
+
+def test_requests_of_a_batch_are_scored_in_order() -> None:
+    dialect = Pictures(Component(scorer=Brightness()))
+    items = [dialect.read(encode(IMAGES, PROMPTS), 10**6), dialect.read(encode(IMAGES[::-1], PROMPTS), 10**6)]
+    assert [(item.kind, item.num) for item in items] == [((6, 5, 3), 2)] * 2
+    expected = IMAGES[[0, 1, 1, 0]].mean(axis=(1, 2, 3), dtype=np.float64) / 255
+    np.testing.assert_array_equal(dialect.served.score([item.payload for item in items]), expected)
+
+
+def test_of_videos_the_chosen_frames_are_scored_as_in_a_run() -> None:
+    videos = np.random.default_rng(0).integers(0, 256, (2, 9, 6, 5, 3), dtype=np.uint8)
+    dialect = Pictures(Component(scorer=Brightness(), frames=EveryKth(4)))
+    item = dialect.read(encode(videos, PROMPTS), 10**6)
+    assert item.kind == (3, 6, 5, 3)
+    expected = videos[:, ::4].mean(axis=(1, 2, 3, 4), dtype=np.float64) / 255
+    np.testing.assert_allclose(PictureScorer(Brightness()).score([item.payload]), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([1.0, 2.0], "must return float64 .2., got list"),
+        (np.array([1.0, 2.0], np.float32), r"got float32 \[2\]"),
+        (np.array([1.0]), r"got float64 \[1\]"),
+        (np.array([[1.0, 2.0]]), r"got float64 \[1, 2\]"),
+        (np.array([1.0, math.inf]), "the score of sample 1 is inf"),
+    ],
+)
+def test_scores_that_are_not_fit_to_be_sent(scores: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_scores(scores, 2)
