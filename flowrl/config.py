@@ -135,7 +135,7 @@ class FSDP:
     """How the trained model is spread over several ranks; a single rank holds it whole."""
 
     reshard_after_forward: bool = True  # false keeps blocks gathered until the backward pass: faster, more memory
-    param_dtype: str | None = None  # full training: what weights are gathered and computed in; null = the model's dtype
+    param_dtype: str | None = None  # full training: what the blocks' matrices are gathered in; null = the model's dtype
     reduce_dtype: str = "float32"  # gradients are summed over ranks in it: float32 | bfloat16
     cpu_offload: bool = False  # parameters, gradients and optimiser state on the host; full training only
     load_wave_size: int = 1  # ranks of one host, or rollout workers of all, that read the model at the same time
@@ -182,7 +182,7 @@ class WeightSync:
 
     mode: str = "auto"  # auto (lora as lora, full as full) | lora | merged | full
     transport: str = "auto"  # auto | broadcast (gloo, NCCL) | cuda_ipc (one GPU) | object_store (the launcher's)
-    wire_dtype: str | None = None  # float32 | bfloat16; null = what the model computes in
+    wire_dtype: str | None = None  # of the blocks' matrices: float32 | bfloat16; null = what the model computes in
     bucket_mb: int = 512
     staging: str = "device"  # where a version waits until every worker has verified it: device | host
     timeout_s: float = 600.0

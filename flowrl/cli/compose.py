@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -126,8 +127,9 @@ def shipped(name: str) -> Path:
     return Path(__file__).resolve().parents[2] / name
 
 
+@cache
 def register() -> None:
-    """Give Hydra the schema and the shipped recipes. Doing it again changes nothing."""
+    """Give Hydra the schema and the shipped recipes, once in a process: to read them takes as long as to compose."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config, provider="flowrl")
     for file in sorted(shipped("recipes").glob("*.yaml")):

@@ -45,50 +45,43 @@ def encode_prompts(run: Config) -> None:
     """Fill the folder, and say what was new."""
     from rich.progress import track
 
-    from flowrl.device import choose_device
+    from flowrl.device import choose_device, torch_settings
     from flowrl.tracking.console import Terminal
 
     model, prompts = checked(run)
-    device = choose_device(run)
-    policy = model.load(device)
-    assert policy.files is not None
-    texts = policy.texts(prompts, run.sampler.guidance_scale)
-    terminal = Terminal()
-    found = policy.encode_ahead(texts)
-    new = sum(track(found, "encoding", len(texts), console=terminal, transient=True, disable=not terminal.is_terminal))
+    device, terminal = choose_device(run), Terminal()
+    quietly = not terminal.is_terminal
+    with torch_settings(run):
+        policy = model.load_encoders(device)
+        assert policy.files is not None
+        texts = policy.texts(prompts, run.sampler.guidance_scale)
+        found = policy.encode_ahead(texts)
+        new = sum(track(found, "encoding", len(texts), console=terminal, transient=True, disable=quietly))
     damaged = policy.files.num_damaged
     news = f"{new} of them new" + (f" ({damaged} damaged)" if damaged else "")
     terminal.out(f"{policy.files.folder}: {len(texts)} texts, {news}, encoded on {_named(device)}.", highlight=False)
+    cut = sum(policy.is_cut(text) for text in texts)
+    if cut:
+        limit = f"{policy.max_tokens} tokens that are read of one (model.max_sequence_length)"
+        terminal.out(f"{cut} of them are longer than the {limit}, and are cut off there.", highlight=False)
 
 
 def checked(run: Config) -> tuple[PipelineModel, list[Prompt]]:
     """The model, and the prompts of all files. Raises ConfigError with everything that is wrong."""
-    import torch
-
-    from flowrl.data.prompts import PromptFileError, load_prompts
+    from flowrl.data.prompts import load_prompts
     from flowrl.models.pipeline import PipelineModel
+    from flowrl.preflight import encoding
 
     model = run.model
     if not isinstance(model, PipelineModel):
         raise ConfigError(Problem("model", f"is a {type(model).__name__}, which keeps no embeddings in files."))
-    problems = model.problems(run)
+    problems = encoding(run)
     if model.cache_dir is None:
         problems.append(Problem("model.cache_dir", "must be set: the folder to fill.", "Set model.cache_dir=FOLDER."))
-    if run.device == "cuda" and torch.cuda.device_count() == 0:
-        problems.append(Problem("device", "is cuda, but torch sees no CUDA device.", "Set device=cpu."))
-    prompts: list[Prompt] = []
-    for key, file in {"data.train": run.data.train, **_sets(run)}.items():
-        try:
-            prompts += load_prompts(file)
-        except PromptFileError as error:
-            problems.append(Problem(key, str(error)))
     if problems:
         raise ConfigError(*problems)
-    return model, prompts
-
-
-def _sets(run: Config) -> dict[str, str]:
-    return {f"trainer.eval.sets.{name}": file for name, file in run.trainer.eval.sets.items()}
+    files = [run.data.train, *run.trainer.eval.sets.values()]
+    return model, [prompt for file in files for prompt in load_prompts(file, run.data.target)]
 
 
 def _named(device: torch.device) -> str:

@@ -86,13 +86,19 @@ def _write_merged(settings: Export, run: Config, model: Exportable, trained: Tra
 
 
 def _verified(settings: Export, run: Config, model: Exportable, trained: Trained, out: Path) -> Differences:
-    """What the comparison found. Raises Failure if the export is not what was trained."""
+    """What the comparison found. Raises Failure if the export is not what was trained, or cannot be compared."""
+    import torch
+
     from flowrl.cli.verification import compare
 
     merged = settings.form == "merged"
     exact = not merged or settings.dtype == "float32"
     tolerance = (1e-5 if exact else 0.1) if settings.tolerance is None else settings.tolerance
-    found = compare(run, model, trained, out if merged else model.folder(), None if merged else out)
+    try:
+        found = compare(run, model, trained, out if merged else model.folder(), None if merged else out)
+    except torch.OutOfMemoryError as error:
+        message = "the device has no room for the comparison with the trainer, in float32, so the export was not kept."
+        raise Failure(f"{message} Set device=cpu, or verify=false to export without it.") from error
     if not found.to_trainer <= tolerance:
         raise Failure(
             f"the export draws latents that differ by {found.to_trainer:.2g} from the trainer's, more than "

@@ -51,10 +51,15 @@ class Sample:
 
 def sample(settings: Sample) -> None:
     """Make the folder: a file for each picture or video, all of them in grid.png, and samples.json."""
+    from flowrl.cli.trained import open_run
+    from flowrl.device import torch_settings
+
     check(settings)
     prompts = _prompts(settings)
-    with new_folder(settings.out) as out:
-        policy, sampler, source = _opened(settings)
+    run = _of_model(settings) if settings.run is None else open_run(Path(settings.run), settings.device, settings.model)
+    with new_folder(settings.out) as out, torch_settings(run):  # the kernels are those of the run, too
+        policy, source = _opened(settings, run)
+        sampler = _sampler(settings, run)
         groups = _drawn(settings, policy, sampler, prompts)
         _write(out, groups, sampler, source, settings.seed)
     count = len(prompts) * settings.samples_per_prompt
@@ -95,27 +100,25 @@ def _prompts(settings: Sample) -> list[Prompt]:
         raise ConfigError(Problem("prompts", str(error))) from error
 
 
-def _opened(settings: Sample) -> tuple[Policy, Sampler, str]:
-    """The policy with the weights to draw with, how to draw, and where the weights come from."""
-    from flowrl.cli.trained import check_base, install, open_run, read_trained, settle
+def _opened(settings: Sample, run: Config) -> tuple[Policy, str]:
+    """The policy with the weights to draw with, and where the weights come from."""
+    from flowrl.cli.trained import check_base, install, read_trained, settle
     from flowrl.device import choose_device
     from flowrl.distributed.lora import adapter_settings, add_lora
 
-    folder = None if settings.run is None else Path(settings.run)
-    run = _of_model(settings) if folder is None else open_run(folder, settings.device, settings.model)
     policy = run.model.load(choose_device(run))
     if settings.adapter is not None:
         add_lora(policy.module, adapter_settings(Path(settings.adapter)), (), seed=0)
     plain = settings.model is not None or settings.adapter is not None or settings.weights == BASE
-    if folder is None or plain:
+    if settings.run is None or plain:
         source = f"{run.model.path}{f' with {settings.adapter}' if settings.adapter else ''}"
     else:
-        trained = read_trained(folder, settings.checkpoint, settings.weights)
+        trained = read_trained(Path(settings.run), settings.checkpoint, settings.weights)
         check_base(policy, trained)
         install(policy, run.actor, trained)
         source = trained.source
     settle(policy)
-    return policy, _sampler(settings, run), source
+    return policy, source
 
 
 def _of_model(settings: Sample) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flowrl.cli.trained import Trained, check_base, install, settle
 from flowrl.config import Config, Sampler
-from flowrl.device import choose_device
+from flowrl.device import choose_device, torch_settings
 from flowrl.flow.noise import Noise
 from flowrl.flow.solvers import Euler
 from flowrl.prompts import Prompt
@@ -43,18 +44,35 @@ def compare(run: Config, model: Exportable, trained: Trained, folder: Path, adap
     Raises LoadError if the base is not the one that was trained.
     """
     exact, device = model.in_float32(), choose_device(run)
-    policy = exact.load(device)
-    check_base(policy if exact == run.model else run.model.load(torch.device("cpu")), trained)
     sampler = replace(run.sampler, num_steps=NUM_STEPS, guidance_scale=1.0)
+    with torch_settings(run):  # of models as large as a host's memory there is one at a time
+        if exact != run.model:
+            check_base(run.model.load(torch.device("cpu")), trained)
+            release()
+        start, base, trainers = _of_trainer(run, exact.load(device), exact == run.model, trained, sampler)
+        release()
+        exported = model.draw(folder, adapter, PROMPTS, start, sampler)
+    return Differences(_largest(exported - trainers), _largest(exported - base))
+
+
+def _of_trainer(
+    run: Config, policy: Policy, is_base: bool, trained: Trained, sampler: Sampler
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x_T, and x_0 of it by the base and by the trained weights."""
+    if is_base:
+        check_base(policy, trained)
     shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
     start = Noise.of(0, "verification").normal(shape, [(i,) for i in range(len(PROMPTS))]).to(policy.device)
     settle(policy)
     base = _drawn(policy, start, sampler)
     install(policy, run.actor, trained)
-    trainers = _drawn(policy, start, sampler)
-    del policy
-    exported = model.draw(folder, adapter, PROMPTS, start, sampler)
-    return Differences(_largest(exported - trainers), _largest(exported - base))
+    return start, base, _drawn(policy, start, sampler)
+
+
+def release() -> None:
+    """Give the memory back of models that nobody holds any longer; their parts refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @torch.no_grad()

@@ -198,7 +198,7 @@ def _parquet_rows(file: IO[bytes], faults: list[Fault], columns: Sequence[str]) 
         deep = {name for name in wanted if _is_deep(table.schema_arrow.field(name).type)}
         first = 1
         for batch in table.iter_batches(batch_size=BATCH, columns=wanted):
-            for number, row in _batch_rows(batch, first, faults):
+            for number, row in _batch_rows(batch, first, faults, {"maps_as_pydicts": "strict"} if deep else {}):
                 try:
                     yield number, row | {name: _dense(row[name]) for name in deep} if deep else row
                 except LineFault as fault:
@@ -208,14 +208,14 @@ def _parquet_rows(file: IO[bytes], faults: list[Fault], columns: Sequence[str]) 
         faults.append(Fault(f"is not a whole parquet file: {str(error).splitlines()[0]}"))
 
 
-def _batch_rows(batch: Any, first: int, faults: list[Fault]) -> Iterator[tuple[int, Row]]:
-    """Rows of a record batch, in Python's types."""
+def _batch_rows(batch: Any, first: int, faults: list[Fault], options: Row) -> Iterator[tuple[int, Row]]:
+    """Rows of a record batch, in Python's types. Without `options` it is four times as fast."""
     try:
-        yield from enumerate(batch.to_pylist(maps_as_pydicts="strict"), start=first)
+        yield from enumerate(batch.to_pylist(**options), start=first)
     except UnicodeDecodeError:  # which row is it?
         for place in range(batch.num_rows):
             try:
-                yield from enumerate(batch.slice(place, 1).to_pylist(maps_as_pydicts="strict"), start=first + place)
+                yield from enumerate(batch.slice(place, 1).to_pylist(**options), start=first + place)
             except UnicodeDecodeError:
                 faults.append(Fault("holds bytes that are not UTF-8", first + place))
 

@@ -42,10 +42,7 @@ def plain(row: Row) -> Row:
     """The row without nulls and empty lists of media, its metadata an object, a chat prompt turned into text."""
     if is_chat(row):
         row = from_chat(row)
-    absent = {
-        name for name, value in row.items() if (value is None and name in OPTIONAL) or (value == [] and name in MEDIA)
-    }
-    row = {name: value for name, value in row.items() if name not in absent}
+    row = {name: value for name, value in row.items() if value or not _is_absent(name, value)}
     metadata = row.get("metadata")
     if isinstance(metadata, str):  # as flowrl writes it into parquet files, which have no free-form objects
         try:
@@ -53,6 +50,10 @@ def plain(row: Row) -> Row:
         except LineFault as fault:
             raise LineFault(*(f"'metadata' {message}" for message in fault.messages)) from fault
     return row
+
+
+def _is_absent(name: str, value: Any) -> bool:
+    return name in OPTIONAL if value is None else value == [] and name in MEDIA
 
 
 def checked_rows(

@@ -8,8 +8,10 @@ and all functions here take it as it is: world size 1 has no second path.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from flowrl.config import FSDP, ConfigError, Problem
+from flowrl.distributed.precision import matrices
 
 GATHERED_SHARE = 0.5
 """How much of the free device memory the gathered copy may take; sampling and decoding need the rest."""
@@ -34,19 +37,20 @@ def shard(
     settings: FSDP,
     param_dtype: torch.dtype | None = None,
 ) -> None:
-    """Spread the parameters of `module` over the ranks of `mesh`, in place: block by block, then the rest.
+    """Spread the parameters of `module` over the ranks of `mesh`, in place.
 
-    Call it last: after adapters, activation checkpointing and compilation. A module on the host moves to the mesh's
-    device one block at a time, so the device never holds the whole. Gradients are the sum over ranks, for a loss that
-    each rank has divided by the rows of all.
+    Each block gathers its matrices (`precision.matrices`) for its own forward, the root everything else for the whole
+    one. Call it last: after adapters, activation checkpointing and compilation. A module on the host moves to the
+    mesh's device one unit at a time, so the device never holds the whole. Gradients are the sum over ranks, for a loss
+    that each rank has divided by the rows of all.
 
     Args:
         blocks: classes of the blocks that are gathered one by one.
         mesh: one dimension.
-        param_dtype: what a fully trained model is gathered and computed in; its masters keep their dtype. With frozen
-            parts (LoRA) everything is gathered as it is: the base has the right dtype already, and the forward's
-            autocast does the same to adapters, and to what a family keeps in float32, as on one rank. Inputs are never
-            cast: bfloat16 would make 912 of timestep 913.7.
+        param_dtype: what matrices of a fully trained model are gathered in, of the root's none: what the forward
+            computes in, so that it is the same to the bit as on one rank. Masters keep their dtype. With frozen parts
+            (LoRA) everything is gathered as it is: the base has the right dtype already. Inputs are never cast:
+            bfloat16 would make 912 of timestep 913.7.
 
     Raises:
         ValueError: if no block is found.
@@ -59,14 +63,25 @@ def shard(
         raise ValueError(f"actor.num_ranks: the model has no block of its classes ({names}) to shard.")
     trained_whole = all(p.requires_grad for p in module.parameters())
     offload = _offload_policy(settings, mesh, trained_whole)
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype if trained_whole else None,
-        reduce_dtype=getattr(torch, settings.reduce_dtype),
-        cast_forward_inputs=False,
+    own = set(matrices(module, blocks).values())
+    as_it_is = MixedPrecisionPolicy(reduce_dtype=getattr(torch, settings.reduce_dtype), cast_forward_inputs=False)
+    rounded = replace(as_it_is, param_dtype=param_dtype if trained_whole else None)
+    gathered_in = rounded.param_dtype
+    nbytes = sum(
+        p.numel() * (gathered_in if gathered_in and p in own else p.dtype).itemsize for p in module.parameters()
     )
-    nbytes = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in module.parameters())
-    for part in [*units, module]:
-        unit = fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
+    # Of blocks that return views of what they have computed: writing into those would be wrong, and nobody does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    # The root first: it takes what is in blocks, too, which it could not if they had been sharded.
+    for part in (module, *units):
+        unit = fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=as_it_is if part is module else rounded,
+            offload_policy=offload,
+            ignored_params=own if part is module else set(part.parameters()) - own,
+        )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     if not settings.reshard_after_forward:

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config import Optimizer
-from flowrl.distributed.fsdp import assert_writable
+from flowrl.distributed.fsdp import assert_writable, full_tensor
 from flowrl.distributed.lora import trainable
+from flowrl.distributed.networks import by_network
 
 
 def make_optimizer(module: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """AdamW on the masters of all that is trained in `module`. A step while it is gathered raises RuntimeError."""
+    """AdamW on the masters of all that is trained in `module`. A step while it is gathered raises RuntimeError.
+
+    A network without a gradient, such as an expert that no row has gone to on any rank, takes no part in a step.
+    """
     optimizer = torch.optim.AdamW(
         trainable(module).values(),
         lr=config.lr,
@@ -23,7 +27,25 @@ def make_optimizer(module: nn.Module, config: Optimizer) -> torch.optim.AdamW:
         weight_decay=config.weight_decay,
     )
     optimizer.register_step_pre_hook(lambda *_: assert_writable(module))
+    optimizer.register_step_pre_hook(lambda *_: leave_out_idle(trainable(module)))
     return optimizer
+
+
+def leave_out_idle(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Of several networks, drop the gradients of those that have none but zeros.
+
+    On one rank an expert without rows has no gradient, on many it has zeros: it runs for other ranks, which may have
+    rows. AdamW would go on by its averages and decay its weights where there are zeros, and do nothing where there is
+    none. All ranks must ask.
+    """
+    networks = by_network(parameters)
+    if len(networks) == 1:
+        return
+    for network in networks.values():
+        gradients = [parameter.grad for parameter in network.values() if parameter.grad is not None]
+        if gradients and full_tensor(torch.nn.utils.get_total_norm(gradients, norm_type=1)) == 0:
+            for parameter in network.values():
+                parameter.grad = None
 
 
 def moments(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

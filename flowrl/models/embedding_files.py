@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -24,6 +25,7 @@ from flowrl.types import LoadError
 
 FORMAT = "1"  # of what is kept: to be raised when an adapter makes other embeddings of the same text
 LIBRARIES = ("torch", "transformers", "diffusers")  # a pipeline's template for prompts is part of diffusers
+OPTIONAL_LIBRARIES = ("ftfy",)  # with which diffusers mends the prompts of some families where it is installed
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,25 @@ def encoding_fingerprint(
     """
     configs = {name: _content(json.loads(encoder.config.to_json_string(False))) for name, encoder in encoders.items()}
     files = {name: _file_hashes(tokenizer) for name, tokenizer in tokenizers.items()}
-    versions = {name: version(name) for name in LIBRARIES}
+    versions = {name: version(name) for name in LIBRARIES} | {name: _version(name) for name in OPTIONAL_LIBRARIES}
     whole = {"format": FORMAT, "configs": configs, "tokenizers": files, "versions": versions, "settings": settings}
-    return content_fingerprint(encoders, whole)
+    return content_fingerprint(encoders, whole | {"kernels": _kernels()})
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _kernels() -> dict[str, Any]:
+    """The switches of this process by which torch chooses other kernels, which round otherwise."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        "float32": torch.get_float32_matmul_precision(),
+    }
 
 
 def _content(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +70,7 @@ def _content(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _file_hashes(tokenizer: Any) -> dict[str, str]:
+    tokenizer("")  # else the last call's truncation and padding would be saved, too
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from flowrl.rows import RAGGED, Rows
@@ -25,19 +26,22 @@ class Text(Rows):
 
     embeds: Tensor = field(metadata=RAGGED)  # [B, L, D]
     pooled: Tensor | None = None  # [B, P]
-    mask: Tensor | None = field(
-        default=None, metadata=RAGGED
-    )  # bool [B, L], the real tokens first; None = all are real
+    mask: Tensor | None = field(default=None, metadata=RAGGED)  # bool [B, L], the real tokens first; None = all real
 
     def trimmed(self) -> Text:
-        """Without the padding that no row needs."""
+        """Without the padding that no row needs, and without a mask if none is left: attention is faster then.
+
+        It waits for the device once.
+        """
         if self.mask is None:
             return self
-        longest = max(1, int(self.mask.sum(1).max()))
-        return Text(self.embeds[:, :longest], self.pooled, self.mask[:, :longest])
+        shortest, longest = torch.stack(self.mask.sum(1).aminmax()).tolist()
+        longest = max(1, longest)
+        mask = None if shortest == longest else self.mask[:, :longest]
+        return Text(self.embeds[:, :longest], self.pooled, mask)
 
     def unpadded(self) -> list[Tensor]:
-        """The embeddings of each row [l, D], as long as its own text."""
+        """The embeddings of each row [l, D], as long as its own text. It waits for the device once."""
         if self.mask is None:
             return list(self.embeds)
         return [row[:length] for row, length in zip(self.embeds, self.mask.sum(1).tolist(), strict=True)]

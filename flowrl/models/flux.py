@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from flowrl.config import ConfigError, Problem, Sampler
+from flowrl.config import Config, ConfigError, Problem, Sampler
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embeddings import Text
-from flowrl.models.latents import pack, positions, unpack, unscaled
-from flowrl.models.pipeline import PipelineModel
-from flowrl.models.policy import PipelinePolicy
+from flowrl.models.latents import pack, positions, unpack
+from flowrl.models.packed import PackedModel, PackedPolicy
+from flowrl.models.policy import JOINT_ATTENTION
 from flowrl.models.published.flux import SIZES
 from flowrl.models.schedules import euler_schedule
 from flowrl.models.timesteps import exact_timestep
 from flowrl.prompts import Prompt
 
 EMBEDDED_GUIDANCE = 3.5  # the pipeline's own
+LONGEST = {
+    True: 512,
+    False: 256,
+}  # tokens of a text, by whether the transformer takes a guidance, as dev does
 
 
 @dataclass(frozen=True)
-class Flux(PipelineModel):
+class Flux(PackedModel):
     """A `FluxPipeline`.
 
     `embedded_guidance` is the number that dev takes beside the timestep, and costs nothing. `sampler.guidance_scale` is
-    another thing: guidance by a negative prompt, which doubles the work, and which neither model needs.
+    another thing: guidance by a negative prompt, which doubles the work, and which neither model needs: `true_cfg` says
+    that it is meant.
     """
 
-    max_sequence_length: int = 512  # T5 tokens, all of them attended to: 512 for dev, 256 for schnell
+    max_sequence_length: int | None = None  # T5 tokens, all of them attended to; null: 512 for dev, 256 for schnell
     embedded_guidance: float | None = None  # null: 3.5 if the transformer takes one, as dev does
+    true_cfg: bool = False  # may sampler.guidance_scale be other than 1, beside what is embedded?
 
     family: ClassVar[str] = "diffusers.FluxPipeline"
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
@@ -41,11 +47,31 @@ class Flux(PipelineModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.max_sequence_length <= 512:
-            raise ValueError(f"max_sequence_length must be from 1 to 512, got {self.max_sequence_length}.")
+        length = self.max_sequence_length
+        if length is not None and not 1 <= length <= LONGEST[True]:
+            raise ValueError(f"max_sequence_length must be null or from 1 to {LONGEST[True]}, got {length}.")
         guidance = self.embedded_guidance
         if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
             raise ValueError(f"embedded_guidance must be null or a number >= 0, got {guidance}.")
+
+    def problems(self, run: Config) -> list[Problem]:
+        """See `PipelineModel`; a scale that was meant for another family's guidance is refused."""
+        found = super().problems(run)
+        scale = run.sampler.guidance_scale
+        if scale != 1.0 and not self.true_cfg:
+            message = f"must be 1 for FLUX.1, whose guidance is model.embedded_guidance, got {scale}."
+            hint = "Set it to 1, or model.true_cfg=true for guidance by negative prompts as well, at twice the work."
+            found.append(Problem("sampler.guidance_scale", message, hint))
+        return found
+
+    def resolved(self, pipeline: Any) -> Self:
+        """See `PipelineModel`. Raises ConfigError for more tokens than schnell has been distilled with."""
+        longest = LONGEST[pipeline.transformer.config.guidance_embeds]
+        length = longest if self.max_sequence_length is None else self.max_sequence_length
+        if length > longest:
+            message = f"must be null or at most {longest} for {self}, got {length}."
+            raise ConfigError(Problem("model.max_sequence_length", message))
+        return replace(self, max_sequence_length=length)
 
     def policy(self, pipeline: Any, device: torch.device) -> FluxPolicy:
         """See `PipelineModel`."""
@@ -65,18 +91,13 @@ class Flux(PipelineModel):
             "latents": pack(start),
         }
 
-    def drawn(self, latents: Tensor, sampler: Sampler, pipeline: Any) -> Tensor:
-        """See `PipelineModel`."""
-        factor = pipeline.vae_scale_factor
-        return unpack(latents, sampler.height // factor, sampler.width // factor)
-
     @property
     def guidance(self) -> float:
         """What a transformer that takes one is given."""
         return EMBEDDED_GUIDANCE if self.embedded_guidance is None else self.embedded_guidance
 
 
-class FluxPolicy(PipelinePolicy):
+class FluxPolicy(PackedPolicy):
     """FLUX.1 as flowrl sees it (`types.Policy`)."""
 
     config: Flux
@@ -84,14 +105,7 @@ class FluxPolicy(PipelinePolicy):
     # Attention projections of both kinds of blocks, and the two-stream blocks' feed-forward layers: what flow_grpo's
     # recipes for FLUX.1 and diffusers' LoRA example for it adapt.
     lora_targets: Sequence[str] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
@@ -113,23 +127,16 @@ class FluxPolicy(PipelinePolicy):
         """1, ..., 1/N with the shift that `scheduler/scheduler_config.json` says: dynamic for dev, none for schnell."""
         return euler_schedule(self.pipeline.scheduler.config, own_grid=False)
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """[C, H / 8, W / 8]; raises ConfigError unless both sizes are multiples of 16: VAE factor times patch."""
-        factor = self.pipeline.vae_scale_factor
-        self.check_sizes(height, width, frames, multiple=2 * factor)
-        return (self.pipeline.transformer.config.in_channels // 4, height // factor, width // factor)
-
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches of 2 x 2 latents in one picture."""
-        multiple: int = 2 * self.pipeline.vae_scale_factor
-        return (height // multiple) * (width // multiple)
-
     def embed(self, text: str) -> Text:
         """T5's embeddings, of fixed length, and CLIP's pooled ones."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=text, device=self.device, max_sequence_length=self.config.max_sequence_length
         )
         return Text(embeds, pooled)
+
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`: T5's; CLIP's 77 are for the pooled embedding alone."""
+        return len(self.pipeline.tokenizer_2(text).input_ids)
 
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`. Text lies at the origin, patches at (0, row, column)."""
@@ -149,9 +156,3 @@ class FluxPolicy(PipelinePolicy):
                 return_dict=False,
             )[0]
         return unpack(tokens, height, width)
-
-    def decoded(self, latents: Tensor) -> Tensor:
-        """See `PipelinePolicy`."""
-        vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unscaled(latents, vae).to(vae.dtype), return_dict=False)[0]
-        return pixels

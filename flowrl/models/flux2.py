@@ -15,7 +15,7 @@ from flowrl.flow.schedule import DynamicShift, Flux2Empirical, Schedule
 from flowrl.models.embeddings import Text
 from flowrl.models.latents import positions
 from flowrl.models.pipeline import PipelineModel
-from flowrl.models.policy import PipelinePolicy
+from flowrl.models.policy import JOINT_ATTENTION, PipelinePolicy
 from flowrl.models.published.flux2 import SIZES
 from flowrl.models.schedules import euler_schedule
 from flowrl.prompts import Prompt
@@ -29,9 +29,11 @@ class Flux2(PipelineModel):
     Latents are what it denoises: patches of 2 x 2 of the autoencoder's, normalised, [4 C, H / 16, W / 16].
     """
 
+    max_sequence_length: int = 512
     text_encoder_layers: Sequence[int] = (9, 18, 27)  # whose hidden states are the embedding, side by side
 
     family: ClassVar[str] = "diffusers.Flux2KleinPipeline"
+    text_settings: ClassVar[tuple[str, ...]] = ("max_sequence_length", "text_encoder_layers")
     sizes: ClassVar = SIZES
 
     def __post_init__(self) -> None:
@@ -76,14 +78,7 @@ class Flux2Policy(PipelinePolicy):
         # leaves out the text's. Single-stream blocks have theirs fused with the feed-forward ones, and a bare
         # "attn.to_out" would also mean a list of the others.
         self.lora_targets: Sequence[str] = (
-            "attn.to_q",
-            "attn.to_k",
-            "attn.to_v",
-            "attn.to_out.0",
-            "attn.add_q_proj",
-            "attn.add_k_proj",
-            "attn.add_v_proj",
-            "attn.to_add_out",
+            *JOINT_ATTENTION,
             "attn.to_qkv_mlp_proj",
             *(
                 f"single_transformer_blocks.{i}.attn.to_out"
@@ -114,14 +109,9 @@ class Flux2Policy(PipelinePolicy):
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[4 C, H / 16, W / 16]; raises ConfigError unless both sizes are multiples of 16: VAE factor times patch."""
-        multiple = 2 * self.pipeline.vae_scale_factor
-        self.check_sizes(height, width, frames, multiple=multiple)
-        return (self.pipeline.transformer.config.in_channels, height // multiple, width // multiple)
-
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches in one picture."""
-        multiple: int = 2 * self.pipeline.vae_scale_factor
-        return (height // multiple) * (width // multiple)
+        self.check_sizes(height, width, frames, multiple=self.token_side)
+        side = self.token_side
+        return (self.pipeline.transformer.config.in_channels, height // side, width // side)
 
     def guided(self, scale: float) -> bool:
         """See `PipelinePolicy`. Raises ConfigError for a distilled model, whose pipeline would ignore the scale."""
@@ -139,6 +129,14 @@ class Flux2Policy(PipelinePolicy):
             text_encoder_out_layers=self.config.text_encoder_layers,
         )
         return Text(embeds)
+
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`; those of the chat template count."""
+        messages = [{"role": "user", "content": text}]
+        whole = self.pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return len(self.pipeline.tokenizer(whole).input_ids)
 
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`. Positions are (0, row, column, 0) in the picture and (0, 0, 0, token) in the text."""

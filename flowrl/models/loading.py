@@ -1,4 +1,4 @@
-"""What every adapter does with a folder: find it, read it without noise, and make sure that all of it is there."""
+"""Where models lie, what is said when they cannot be had, and what they are known by."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowrl.types import LoadError
+
+INSIDE_PACKAGE = "pkg://"
 
 
 def local_folder(path: str, revision: str | None, family: Any) -> Path:
@@ -30,19 +32,24 @@ def local_folder(path: str, revision: str | None, family: Any) -> Path:
     Raises:
         LoadError: in one sentence.
     """
-    if path.startswith("pkg://"):
-        package, _, inside = path.removeprefix("pkg://").partition("/")
+    if path.startswith(INSIDE_PACKAGE):
+        package, _, inside = path.removeprefix(INSIDE_PACKAGE).partition("/")
         return Path(str(resources.files(package) / inside))
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise LoadError(f"model.path={path}: there is no such folder, and a Hub id has the form owner/name.")
-    with in_one_sentence(f"model.path={path}: no folder, and as a Hub id it cannot be had"), quiet_loading():
+    with in_one_sentence(f"model.path={path}: no folder, and as a Hub id it cannot be had"), quiet():
         try:
             return Path(family.download(path, revision=revision))
         except _broken_connection() as error:
             raise OSError(str(error)) from error
+
+
+def is_folder(path: str) -> bool:
+    """Is it no Hub id?"""
+    return path.startswith(INSIDE_PACKAGE) or Path(path).expanduser().is_dir()
 
 
 @contextmanager
@@ -55,10 +62,10 @@ def in_one_sentence(prefix: str) -> Iterator[None]:
 
 
 def _broken_connection() -> type[BaseException]:
-    """What the Hub's client raises in the middle of an answer, whichever library its own errors build on."""
+    """What the Hub's client raises in the middle of an answer: `HTTPError` of httpx or, by its version, httpx2."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return HfHubHTTPError.__bases__[0]
+    return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 
 def _reason(error: BaseException) -> str:
@@ -85,50 +92,12 @@ _HUB_ERRORS = {  # by name: huggingface_hub is imported by diffusers, and only w
 }
 
 
-def absent_parts(folder: Path, names: tuple[str, ...]) -> dict[str, None]:
-    """The optional parts that a folder lacks, as the explicit `None` that diffusers wants for them."""
-    return {name: None for name in names if not (folder / name).is_dir()}
-
-
-def check_family(folder: Path, expected: str) -> None:
-    """Raise LoadError if the folder holds no pipeline, or another than `expected`."""
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise LoadError(f"{folder} holds no model_index.json: it is no folder of a diffusers pipeline.")
-    found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
-    if found != expected:
-        raise LoadError(f"{folder} holds a {found}, not a {expected}: set model=... to its family.")
-
-
-def check_complete(folder: Path, parts: Mapping[str, Any]) -> None:
-    """Every part of a folder must be there, networks with every tensor that they have.
-
-    diffusers and transformers initialise what they do not find with random numbers, and only warn.
-
-    Args:
-        folder: the pipeline's.
-        parts: its components by folder name; None where there is none.
-
-    Raises:
-        LoadError: naming the part and the first missing tensor.
-    """
-    for name, part in parts.items():
-        if part is None:
-            continue
-        if not (folder / name).is_dir():
-            raise LoadError(f"{folder}: the folder {name} is missing.")
-        if not isinstance(part, nn.Module):
-            continue
-        missing = sorted(_expected_names(part) - _saved_names(folder / name))
-        if missing:
-            raise LoadError(f"{folder}: {len(missing)} tensors of {name} are missing, among them {missing[0]}.")
-
-
 def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: Mapping[str, Any]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of all tensors, wherever they were read from, and `settings`.
 
     Settings that begin with an underscore say by what they were written, such as diffusers' version; they do not count.
-    Tensors on the host are hashed as they lie there, several at a time; others are copied one by one.
+    Tensors are hashed several at a time, those on the host as they lie there; of the others each is copied to the host,
+    so that there must be room for a few of the largest.
     """
     tensors = {
         f"{name}.{key}": value
@@ -151,39 +120,32 @@ def tensor_sha256(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _saved_names(folder: Path) -> set[str]:
-    """Names of all tensors in a folder's safetensors files."""
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names.update(file.keys())
-    return names
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' progress bars and remarks: they are for those who use nothing else.
 
-
-def _expected_names(module: nn.Module) -> set[str]:
-    """Names of what it has learnt in the files that it was read from, where transformers keeps some under older names.
-
-    Of parameters that share memory, only the first is expected. Statistics of batches are learnt, too.
+    Everything is as loud afterwards as it was before.
     """
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging as transformers_logging
 
-    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=True))
-    own |= {name: buffer for name, buffer in module.named_buffers() if name.endswith(("running_mean", "running_var"))}
-    return set(revert_weight_conversion(module, own) if isinstance(module, PreTrainedModel) else own)
+    with _silent(transformers_logging, transformers_logging.ERROR):
+        from diffusers.utils import logging as diffusers_logging  # it imports transformers' parts, and they speak
+
+        # What diffusers logs as an error, it raises, too.
+        with _silent(diffusers_logging, diffusers_logging.CRITICAL), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+            yield
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """No progress bars, no remarks on image processors that nobody uses here, nor on an argument's newer name."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    from diffusers.utils import logging as diffusers_logging  # it imports transformers' parts, and they speak
-
-    diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)  # what it logs as an error, it raises, too
-    diffusers_logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+def _silent(logging: Any, level: int) -> Iterator[None]:
+    """With the `logging` of diffusers or transformers at a level, and no progress bars."""
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(level)
+    logging.disable_progress_bar()
+    try:
         yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

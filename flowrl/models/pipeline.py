@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
@@ -13,24 +13,21 @@ import torch
 from torch import Tensor
 
 from flowrl.config import Config, Problem, Sampler
-from flowrl.models.loading import (
-    absent_parts,
-    check_complete,
-    check_family,
-    in_one_sentence,
-    local_folder,
-    quiet_loading,
+from flowrl.models.folders import (
+    PipelineFolder,
+    check_tokenizer,
+    check_vocabulary,
+    odd_contents,
+    outline,
+    read_network,
 )
+from flowrl.models.loading import in_one_sentence, is_folder, local_folder, quiet
 from flowrl.models.policy import PipelinePolicy
 from flowrl.models.untrained import Published, assemble
 from flowrl.prompts import Prompt
 from flowrl.types import LoadError
 
 RANDOM_SEED = 0  # of untrained models: all processes of a run must build the same one
-NOT_OF_TEXT = (
-    "path", "revision", "init", "size", "task", "decode_batch_size", "vae_tiling", "cache_mb", "cache_dir",
-)  # fmt: skip
-"""Settings that embeddings do not depend on, weights and tokenizers being known by their content."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class PipelineModel(ABC):
     size: str = "full"  # of a random model: tiny | full | the family's variants
     task: str = "t2i"  # t2i | t2v
     dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16
-    max_sequence_length: int = 512  # text tokens
+    max_sequence_length: int | None = 512  # text tokens; null where a family says what it means
     decode_batch_size: int = 8  # pictures, or videos, decoded at a time
     vae_tiling: bool = False  # decode in overlapping tiles: less memory, slightly other pixels
     cache_mb: int = 2048  # host memory for the embeddings of prompts seen before
@@ -55,25 +52,27 @@ class PipelineModel(ABC):
     family: ClassVar[str]  # its class in diffusers
     tasks: ClassVar[tuple[str, ...]] = ("t2i",)
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    optional: ClassVar[tuple[str, ...]] = ()  # parts that a folder may lack
+    optional: ClassVar[tuple[str, ...]] = ()  # parts that a folder's index need not list
     float32_parts: ClassVar[tuple[str, ...]] = ()  # computed in float32 whatever `dtype` says
-    sizes: ClassVar[Mapping[str, Published]]
+    text_settings: ClassVar[tuple[str, ...]] = ("max_sequence_length",)  # fields that embeddings depend on
+    sizes: ClassVar[Mapping[str, Published]] = {}  # architectures for random weights, by `size`
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             why = " float16 gradients need loss scaling, which flowrl does not do." if self.dtype == "float16" else ""
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}.{why}")
-        for name, allowed in (
-            ("init", ("pretrained", "random")),
-            ("size", tuple(self.sizes)),
-            ("task", self.tasks),
-        ):
+        family = type(self).__name__
+        if self.init == "random" and not self.sizes:
+            raise ValueError(f"init must be pretrained for {family}, which has no random build.")
+        choices = {"init": ("pretrained", "random"), "size": tuple(self.sizes) or (self.size,), "task": self.tasks}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} must be {' or '.join(allowed)} for {type(self).__name__}, got {value!r}.")
+                raise ValueError(f"{name} must be {' or '.join(allowed)} for {family}, got {value!r}.")
         for name, least in (("max_sequence_length", 0), ("decode_batch_size", 1), ("cache_mb", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
 
     def __str__(self) -> str:
         """What messages call it."""
@@ -85,13 +84,16 @@ class PipelineModel(ABC):
         if self.init == "pretrained" and not self.path:
             hint = "Set model.path=..., or model.init=random for untrained weights."
             problems.append(Problem("model.path", "must be set: a diffusers folder or a Hub id.", hint))
+        if self.init == "pretrained" and self.path and self.revision is not None and is_folder(self.path):
+            message = f"is of a Hub id, but model.path={self.path} is a folder, which has no revisions."
+            problems.append(Problem("model.revision", message, "Set it to null."))
         if self.cache_dir is not None and Path(self.cache_dir).expanduser().is_file():
             problems.append(Problem("model.cache_dir", f"must be a folder; {self.cache_dir} is a file."))
         return problems
 
     def encoding(self) -> dict[str, Any]:
-        """What embeddings depend on, or may: all that families add."""
-        return {"family": self.family} | {key: value for key, value in asdict(self).items() if key not in NOT_OF_TEXT}
+        """What embeddings depend on, besides the content of encoders and tokenizers."""
+        return {name: getattr(self, name) for name in ("family", "dtype", *self.text_settings)}
 
     # ------------------------------------------------------------------------------------------ each family's own
 
@@ -102,6 +104,10 @@ class PipelineModel(ABC):
     @abstractmethod
     def arguments(self, prompts: Sequence[Prompt], start: Tensor, sampler: Sampler) -> dict[str, Any]:
         """What the pipeline is called with to draw `prompts` from x_T `start` [B, ...]."""
+
+    def resolved(self, pipeline: Any) -> Self:
+        """With the settings that depend on which of the family's models `pipeline` is."""
+        return self
 
     def drawn(self, latents: Tensor, sampler: Sampler, pipeline: Any) -> Tensor:
         """x_0 in flowrl's layout from what the pipeline gives with `output_type="latent"`."""
@@ -120,35 +126,50 @@ class PipelineModel(ABC):
     @classmethod
     def pipeline_class(cls) -> Any:
         """The class itself; importing diffusers takes seconds, so only on demand."""
-        with quiet_loading():
+        with quiet():
             return resolve_name(cls.family)
 
     def load(self, device: torch.device) -> PipelinePolicy:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
-        if self.init == "random":
-            pipeline = assemble(
-                self.sizes[self.size],
-                self.pipeline_class(),
-                dtype=getattr(torch, self.dtype),
-                device=device,
-                seed=RANDOM_SEED,
-                float32_parts=self.float32_parts,
-            )
-        else:
-            pipeline = self._read(self.folder())
+        pipeline = self._assembled(device) if self.init == "random" else self._read(self.folder())
         pipeline.vae.to(device)
-        return self.policy(pipeline, device)
+        return self.resolved(pipeline).policy(pipeline, device)
 
-    def _read(self, folder: Path) -> Any:
-        family = self.pipeline_class()
-        dtype = getattr(torch, self.dtype)
-        dtypes = {"default": dtype, **dict.fromkeys(self.float32_parts, torch.float32)}
-        with in_one_sentence(f"model.path={self.path}"):
-            check_family(folder, family.__name__)
-            with quiet_loading():
-                absent = absent_parts(folder, self.optional)
-                pipeline = family.from_pretrained(str(folder), torch_dtype=dtypes, **absent)
-            check_complete(folder, pipeline.components)
+    def load_encoders(self, device: torch.device) -> PipelinePolicy:
+        """A policy that can encode texts and no more: of other networks it has the shapes alone, without memory."""
+        random, encoders = self.init == "random", self.encoders
+        pipeline = self._assembled(device, encoders) if random else self._read(self.folder(), encoders)
+        return self.resolved(pipeline).policy(pipeline, device)
+
+    def _assembled(self, device: torch.device, only: Collection[str] | None = None) -> Any:
+        return assemble(
+            self.sizes[self.size],
+            self.pipeline_class(),
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            seed=RANDOM_SEED,
+            float32_parts=self.float32_parts,
+            only=only,
+        )
+
+    def _read(self, path: Path, only: Collection[str] | None = None) -> Any:
+        """The pipeline in a folder, whole, or with weights for some of its networks alone."""
+        family, tokenizers = self.pipeline_class(), {name: _tokenizer(name) for name in self.encoders}
+        needed = {"transformer", "vae", "scheduler", *tokenizers, *tokenizers.values()}.difference(self.optional)
+        with in_one_sentence(f"model.path={self.path}"), quiet(), odd_contents(path):
+            folder = PipelineFolder.read(path, family.__name__)
+            present = {encoder: name for encoder, name in tokenizers.items() if encoder in folder.parts}
+            folder.check(needed.union(present.values()))
+            for name in present.values():
+                check_vocabulary(folder.type_of(name), path / name)
+            networks: dict[str, Any] = dict.fromkeys(name for name in self.optional if name not in folder.parts)
+            for name, cls in folder.networks().items():
+                dtype = torch.float32 if name in self.float32_parts else getattr(torch, self.dtype)
+                read = read_network if only is None or name in only else outline
+                networks[name] = read(cls, path / name, dtype)
+            pipeline = family.from_pretrained(str(path), **networks)
+            for encoder, name in present.items():
+                check_tokenizer(pipeline.components[name], path / name, networks[encoder])
         return pipeline
 
     # ------------------------------------------------------------------------------------------ for exports
@@ -167,17 +188,27 @@ class PipelineModel(ABC):
     def draw(
         self, folder: Path, adapter: Path | None, prompts: Sequence[Prompt], start: Tensor, sampler: Sampler
     ) -> Tensor:
-        """With the family's pipeline and `load_lora_weights` (`types.Exportable`)."""
-        family = self.pipeline_class()
-        with quiet_loading():
-            from diffusers.utils import logging
+        """With the family's pipeline and `load_lora_weights` (`types.Exportable`).
 
-            logging.set_verbosity_error()  # it remarks on text encoders that the adapter does not adapt
-            pipeline = family.from_pretrained(str(folder), **absent_parts(folder, self.optional))
+        On a GPU its networks take turns there, and wait in host memory.
+        """
+        family = self.pipeline_class()
+        with quiet():
+            listed = PipelineFolder.read(folder, family.__name__).parts
+            absent = {name: None for name in self.optional if name not in listed}
+            pipeline = family.from_pretrained(str(folder), **absent)
             if adapter is not None:
                 self.read_adapter(pipeline, adapter)
-        pipeline.set_progress_bar_config(disable=True)
-        pipeline.to(device=start.device, dtype=torch.float32)
-        pipeline.scheduler = self.first_order(pipeline)
-        output = pipeline(**self.arguments(prompts, start, sampler), output_type="latent", return_dict=False)
+            pipeline.set_progress_bar_config(disable=True)
+            pipeline.to(dtype=torch.float32)
+            if start.device.type != "cpu":
+                pipeline.enable_model_cpu_offload(device=start.device)
+            pipeline.scheduler = self.first_order(pipeline)
+            arguments = self.resolved(pipeline).arguments(prompts, start, sampler)
+            output = pipeline(**arguments, output_type="latent", return_dict=False)
         return self.drawn(output[0], sampler, pipeline)
+
+
+def _tokenizer(encoder: str) -> str:
+    """The name of the tokenizer that belongs to a text encoder, in pipelines of diffusers."""
+    return encoder.replace("text_encoder", "tokenizer")

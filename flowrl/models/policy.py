@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +17,15 @@ from flowrl.config import ConfigError, Problem
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embedding_files import EmbeddingFiles, encoding_fingerprint
 from flowrl.models.embeddings import EmbeddingCache, Text, TextConditions
-from flowrl.models.loading import content_fingerprint
+from flowrl.models.latents import unscaled
+from flowrl.models.loading import content_fingerprint, quiet
 from flowrl.prompts import Prompt
 from flowrl.types import Conditions
 
 if TYPE_CHECKING:
     from flowrl.models.pipeline import PipelineModel
 
+log = logging.getLogger(__name__)
 
 JOINT_ATTENTION = (
     "attn.to_q",
@@ -51,6 +54,7 @@ class PipelinePolicy(ABC):
         self.module: nn.Module = self.trained(pipeline)
         folder = config.cache_dir
         self.files = None if folder is None else EmbeddingFiles(Path(folder).expanduser(), self._encoding)
+        self._warned = False
         self.embeddings = EmbeddingCache(config.cache_mb * 2**20, self.files)
         for part in self._parts().values():
             # No dropout anywhere: a replay must be the function that the rollout was.
@@ -69,20 +73,37 @@ class PipelinePolicy(ABC):
         """One row for one text, on the policy's device, where the encoders are at that time."""
 
     @abstractmethod
+    def num_tokens(self, text: str) -> int:
+        """How many a text has, uncut, for the encoder that sees most of it."""
+
+    @property
+    def max_tokens(self) -> int:
+        """How many of them that encoder sees."""
+        assert self.config.max_sequence_length is not None
+        return self.config.max_sequence_length
+
+    @abstractmethod
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """The velocity without guidance, [B, ...], of sample [B, ...] and sigma [B], float32; called under autocast."""
 
-    @abstractmethod
     def decoded(self, latents: Tensor) -> Tensor:
-        """Pixels in -1..1, [B, 3, H, W] or [B, 3, F, H, W], of final latents, through the family's scaling."""
+        """Pixels in -1..1, [B, 3, H, W] or [B, 3, F, H, W], of final latents; here for an `AutoencoderKL`."""
+        vae = self.pipeline.vae
+        pixels: Tensor = vae.decode(unscaled(latents, vae).to(vae.dtype), return_dict=False)[0]
+        return pixels
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """See `types.Policy.latent_shape`."""
 
-    @abstractmethod
+    @property
+    def token_side(self) -> int:
+        """Pixels to the side of what a token stands for: 2 x 2 latents, in most families."""
+        return 2 * int(self.pipeline.vae_scale_factor)
+
     def image_seq_len(self, height: int, width: int) -> int:
         """See `types.Policy.image_seq_len`."""
+        return (height // self.token_side) * (width // self.token_side)
 
     def trained(self, pipeline: Any) -> nn.Module:
         """The part that is trained."""
@@ -101,10 +122,31 @@ class PipelinePolicy(ABC):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> TextConditions:
-        """One row per prompt, with the negative prompt's embeddings beside it when there is guidance."""
+        """One row per prompt, with the negative prompt's embeddings beside it when there is guidance.
+
+        Warns, once, of prompts that are cut.
+        """
+        if not self._warned:
+            self._warn_of_cuts(prompts)
         prompt = self._embedded([prompt.text for prompt in prompts])
         negative = self._embedded([prompt.negative for prompt in prompts]) if self.guided(guidance_scale) else None
         return TextConditions(prompt, negative, guidance_scale=guidance_scale)
+
+    def is_cut(self, text: str) -> bool:
+        """Is it longer than what the encoders are given of it?"""
+        with quiet():
+            return self.num_tokens(text) > self.max_tokens
+
+    def _warn_of_cuts(self, prompts: Sequence[Prompt]) -> None:
+        different = {prompt.id: prompt.text for prompt in prompts}
+        cut = [name for name, text in different.items() if self.is_cut(text)]
+        if cut:
+            self._warned = True
+            log.warning(
+                "%d of %d prompts are longer than the %d tokens that are read of one (model.max_sequence_length), and "
+                "are cut off there: the first is %s. Later ones are not reported.",
+                *(len(cut), len(different), self.max_tokens, cut[0]),
+            )
 
     def texts(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> list[str]:
         """The different texts that `encode` embeds."""
@@ -142,18 +184,23 @@ class PipelinePolicy(ABC):
         One at a time: in a batch its embeddings would depend, in the last bits, on how many others are new, so that a
         run that goes on with an empty cache would not be the run that it was.
         """
-        self.embeddings.put(text, self.embed(text).to("cpu"))
+        with quiet():  # whose remarks on what is cut would be one for each text
+            self.embeddings.put(text, self.embed(text).to("cpu"))
 
     @contextmanager
     def _encoders_on_device(self) -> Iterator[None]:
         """They visit it while there is something to encode: some are larger than what is trained."""
+        tensors = [
+            tensor for encoder in self._encoders().values() for tensor in (*encoder.parameters(), *encoder.buffers())
+        ]
+        at_home = [tensor.data for tensor in tensors]
         try:
-            for encoder in self._encoders().values():
-                encoder.to(self.device)
+            for tensor in tensors:
+                tensor.data = tensor.data.to(self.device)
             yield
         finally:
-            for encoder in self._encoders().values():
-                encoder.to("cpu")
+            for tensor, home in zip(tensors, at_home, strict=True):
+                tensor.data = home  # which has not changed: nothing is copied back
 
     def _encoders(self) -> dict[str, nn.Module]:
         return {name: part for name, part in self._parts().items() if name in self.config.encoders}
@@ -182,7 +229,7 @@ class PipelinePolicy(ABC):
     def _unguided(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         # Autocast, not a cast of the inputs: master weights stay float32 and the timestep is never rounded.
         with torch.autocast(sample.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            return self.forward(sample, sigma.float(), text.trimmed()).float()
+            return self.forward(sample, sigma.float(), text).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:

@@ -13,8 +13,8 @@ from flowrl.config import Sampler
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embeddings import Text
 from flowrl.models.latents import pack, unpack, unstandardised
-from flowrl.models.pipeline import PipelineModel
-from flowrl.models.policy import JOINT_ATTENTION, PipelinePolicy
+from flowrl.models.packed import PackedModel, PackedPolicy
+from flowrl.models.policy import JOINT_ATTENTION
 from flowrl.models.published.qwen_image import SIZES
 from flowrl.models.schedules import euler_schedule
 from flowrl.models.timesteps import exact_timestep
@@ -27,8 +27,10 @@ OTHER_INPUTS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_
 
 
 @dataclass(frozen=True)
-class QwenImage(PipelineModel):
+class QwenImage(PackedModel):
     """A `QwenImagePipeline`."""
+
+    max_sequence_length: int = 512
 
     family: ClassVar[str] = "diffusers.QwenImagePipeline"
     sizes: ClassVar = SIZES
@@ -62,13 +64,8 @@ class QwenImage(PipelineModel):
             "latents": pack(start),
         }
 
-    def drawn(self, latents: Tensor, sampler: Sampler, pipeline: Any) -> Tensor:
-        """See `PipelineModel`."""
-        factor = pipeline.vae_scale_factor
-        return unpack(latents, sampler.height // factor, sampler.width // factor)
 
-
-class QwenImagePolicy(PipelinePolicy):
+class QwenImagePolicy(PackedPolicy):
     """Qwen-Image as flowrl sees it (`types.Policy`)."""
 
     # What the published PickScore recipe adapts.
@@ -84,17 +81,6 @@ class QwenImagePolicy(PipelinePolicy):
         """Dynamic shift, stretched so that the last step begins at 0.02, as `scheduler/scheduler_config.json` says."""
         return euler_schedule(self.pipeline.scheduler.config, own_grid=False)
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """[C, H / 8, W / 8]; raises ConfigError unless both sizes are multiples of 16: VAE factor times patch."""
-        factor = self.pipeline.vae_scale_factor
-        self.check_sizes(height, width, frames, multiple=2 * factor)
-        return (self.pipeline.transformer.config.in_channels // 4, height // factor, width // factor)
-
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches of 2 x 2 latents in one picture."""
-        multiple: int = 2 * self.pipeline.vae_scale_factor
-        return (height // multiple) * (width // multiple)
-
     def embed(self, text: str) -> Text:
         """The last hidden states of Qwen2.5-VL over `text` in its template, without the template's beginning."""
         embeds, _ = self.pipeline.encode_prompt(
@@ -102,9 +88,16 @@ class QwenImagePolicy(PipelinePolicy):
         )
         return Text(embeds, mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device))
 
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`; those of the template's end count, too."""
+        whole = self.pipeline.prompt_template_encode.format(text)
+        dropped: int = self.pipeline.prompt_template_encode_start_idx
+        return len(self.pipeline.tokenizer(whole).input_ids) - dropped
+
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`. Positions of the text follow the picture's, so that padding moves nothing."""
         height, width = sample.shape[-2:]
+        text = text.trimmed()
         timestep = sigma * 1000 / 1000  # which is not always sigma: bit for bit what the pipeline embeds
         with exact_timestep(self.module.get_submodule("time_text_embed"), timestep):
             tokens = self.module(

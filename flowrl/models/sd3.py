@@ -12,7 +12,6 @@ from torch import Tensor
 from flowrl.config import Sampler
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embeddings import Text
-from flowrl.models.latents import unscaled
 from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import JOINT_ATTENTION, PipelinePolicy
 from flowrl.models.published.sd3 import SIZES
@@ -69,14 +68,14 @@ class SD3Policy(PipelinePolicy):
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[C, H / f, W / f]; raises ConfigError unless both sizes are multiples of VAE factor times patch."""
         factor, transformer = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
-        multiple = factor * transformer.patch_size
-        self.check_sizes(height, width, frames, multiple=multiple, largest=multiple * transformer.pos_embed_max_size)
+        side = self.token_side
+        self.check_sizes(height, width, frames, multiple=side, largest=side * transformer.pos_embed_max_size)
         return (transformer.in_channels, height // factor, width // factor)
 
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches in one picture."""
-        multiple: int = self.pipeline.vae_scale_factor * self.pipeline.transformer.config.patch_size
-        return (height // multiple) * (width // multiple)
+    @property
+    def token_side(self) -> int:
+        """See `PipelinePolicy`."""
+        return int(self.pipeline.vae_scale_factor * self.pipeline.transformer.config.patch_size)
 
     def embed(self, text: str) -> Text:
         """CLIP's and T5's embeddings, and CLIP's pooled ones."""
@@ -90,6 +89,15 @@ class SD3Policy(PipelinePolicy):
         )
         return Text(embeds, pooled)
 
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`: T5's, which sees more of a text than CLIP does, if there is one."""
+        return len((self.pipeline.tokenizer_3 or self.pipeline.tokenizer)(text).input_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """See `PipelinePolicy`."""
+        return super().max_tokens if self.pipeline.tokenizer_3 else int(self.pipeline.tokenizer_max_length)
+
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`."""
         velocity: Tensor = self.module(
@@ -100,9 +108,3 @@ class SD3Policy(PipelinePolicy):
             return_dict=False,
         )[0]
         return velocity
-
-    def decoded(self, latents: Tensor) -> Tensor:
-        """See `PipelinePolicy`."""
-        vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unscaled(latents, vae).to(vae.dtype), return_dict=False)[0]
-        return pixels

@@ -53,6 +53,7 @@ def assemble(
     device: torch.device,
     seed: int,
     float32_parts: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> Any:
     """An ordinary diffusers pipeline, which can be saved and loaded like any other.
 
@@ -64,10 +65,14 @@ def assemble(
             afterwards, for whoever uses it to place.
         seed: of the weights; no two parts are equal.
         float32_parts: names of parts that are float32 whatever `dtype` is.
+        only: names of the parts that have weights; of others there are the shapes. None: all have.
     """
     modules = {}
     for name, part in published.parts.items():
         own_dtype = torch.float32 if name in float32_parts else dtype
+        if only is not None and name not in only:
+            modules[name] = skeleton(resolve_name(part.cls), part.config).to(own_dtype)
+            continue
         module = build(resolve_name(part.cls), part.config, dtype=own_dtype, device=device, seed=seed, name=name)
         modules[name] = module.to("cpu")  # before the next one is drawn
     tokenizers = {name: TOKENIZERS[kind]() for name, kind in published.tokenizers.items()}

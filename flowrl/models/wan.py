@@ -19,6 +19,7 @@ from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import PipelinePolicy, save_module
 from flowrl.models.published.wan import SIZES
 from flowrl.models.schedules import unipc_schedule
+from flowrl.models.timesteps import without_autocast
 from flowrl.prompts import Prompt
 from flowrl.types import LoadError
 
@@ -30,6 +31,7 @@ class Wan(PipelineModel):
     """A `WanPipeline`. With `task=t2i` it draws pictures: videos of one frame."""
 
     task: str = "t2v"
+    max_sequence_length: int = 512
     decode_batch_size: int = 1
     guidance_scale_2: float | None = None  # guidance of the expert for low noise; None = sampler.guidance_scale
 
@@ -113,6 +115,9 @@ class WanPolicy(PipelinePolicy):
 
         super().__init__(config, pipeline, device)
         self.blocks = (WanTransformerBlock,)
+        for name, part in self.module.named_modules():
+            if name.endswith("condition_embedder.time_embedder"):
+                without_autocast(part)
 
     def trained(self, pipeline: Any) -> nn.Module:
         """The transformer, or both experts as one module."""
@@ -129,15 +134,14 @@ class WanPolicy(PipelinePolicy):
         """[C, F', H / f, W / f]; raises ConfigError unless sides are whole patches, and frames 4 k + 1."""
         pipeline, config = self.pipeline, self.pipeline.transformer.config
         factor, period = pipeline.vae_scale_factor_spatial, pipeline.vae_scale_factor_temporal
-        multiple = factor * config.patch_size[1]
-        largest = multiple * config.rope_max_seq_len
-        self.check_sizes(height, width, frames, multiple=multiple, largest=largest, period=period)
+        largest = self.token_side * config.rope_max_seq_len
+        self.check_sizes(height, width, frames, multiple=self.token_side, largest=largest, period=period)
         return (config.in_channels, (frames - 1) // period + 1, height // factor, width // factor)
 
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches in one frame."""
-        multiple: int = self.pipeline.vae_scale_factor_spatial * self.pipeline.transformer.config.patch_size[1]
-        return (height // multiple) * (width // multiple)
+    @property
+    def token_side(self) -> int:
+        """See `PipelinePolicy`."""
+        return int(self.pipeline.vae_scale_factor_spatial * self.pipeline.transformer.config.patch_size[1])
 
     def embed(self, text: str) -> Text:
         """UMT5's last hidden states, with zeros in the place of padding; all of them are attended to."""
@@ -148,6 +152,12 @@ class WanPolicy(PipelinePolicy):
             device=self.device,
         )
         return Text(embeds)
+
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`; the pipeline tidies up spaces and entities before."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return len(self.pipeline.tokenizer(prompt_clean(text)).input_ids)
 
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`.

@@ -12,20 +12,20 @@ from torch import Tensor
 from flowrl.config import ConfigError, Problem, Sampler
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embeddings import Text
-from flowrl.models.latents import unscaled
 from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import PipelinePolicy
 from flowrl.models.published.z_image import SIZES
 from flowrl.models.schedules import euler_schedule
 from flowrl.prompts import Prompt
 
-PATCH = 2  # latents to a token's side, the pipeline's only one
 MULTIPLE = 32  # tokens: the transformer fills up each sample's text, and its picture, with learnt tokens
 
 
 @dataclass(frozen=True)
 class ZImage(PipelineModel):
     """A `ZImagePipeline`: the text and the picture are one sequence, each of its own length."""
+
+    max_sequence_length: int = 512
 
     family: ClassVar[str] = "diffusers.ZImagePipeline"
     sizes: ClassVar = SIZES
@@ -72,14 +72,9 @@ class ZImagePolicy(PipelinePolicy):
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[C, H / f, W / f]; raises ConfigError unless both sizes are multiples of VAE factor times patch."""
         factor, transformer = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
-        multiple = factor * PATCH
-        self.check_sizes(height, width, frames, multiple=multiple, largest=multiple * min(transformer.axes_lens[1:]))
+        largest = self.token_side * min(transformer.axes_lens[1:])
+        self.check_sizes(height, width, frames, multiple=self.token_side, largest=largest)
         return (transformer.in_channels, height // factor, width // factor)
-
-    def image_seq_len(self, height: int, width: int) -> int:
-        """Patches in one picture."""
-        multiple: int = self.pipeline.vae_scale_factor * PATCH
-        return (height // multiple) * (width // multiple)
 
     def embed(self, text: str) -> Text:
         """The next to last hidden states of Qwen3 over the chat template, as long as the text is."""
@@ -91,6 +86,14 @@ class ZImagePolicy(PipelinePolicy):
         )
         return Text(embeds[None], mask=torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device))
 
+    def num_tokens(self, text: str) -> int:
+        """See `PipelinePolicy`; those of the chat template count."""
+        messages = [{"role": "user", "content": text}]
+        whole = self.pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        return len(self.pipeline.tokenizer(whole).input_ids)
+
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """See `PipelinePolicy`. The transformer's time runs from noise, 0, to picture, 1, and so does its velocity."""
         velocities = self.module(
@@ -100,9 +103,3 @@ class ZImagePolicy(PipelinePolicy):
             return_dict=False,
         )[0]
         return -torch.stack(velocities).squeeze(2)
-
-    def decoded(self, latents: Tensor) -> Tensor:
-        """See `PipelinePolicy`."""
-        vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
-        return pixels

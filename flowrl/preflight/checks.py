@@ -20,7 +20,7 @@ from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.schedule import Schedule
 from flowrl.flow.solvers import Solver
 from flowrl.flow.steps import Steps
-from flowrl.preflight.rewards import evaluation, prompts, rewards
+from flowrl.preflight.rewards import evaluation, held_out, prompts, rewards
 from flowrl.preflight.trainer import Trainer
 from flowrl.preflight.values import AT_MOST, choices, ranges
 from flowrl.rewards.combine import Component
@@ -45,6 +45,13 @@ def preflight(cfg: DictConfig) -> Config:
     return run
 
 
+def encoding(run: Config) -> list[Problem]:
+    """What keeps the prompts of a built run from being encoded ahead of it."""
+    of_model = run.model.problems(run) if isinstance(run.model, Particular) else []
+    plain = [problem for problem in choices(run) if problem.path in ("device", "data.target")]
+    return [*of_model, *plain, *_device(run), *prompts(run), *held_out(run)]
+
+
 def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
     """Without those about a value that is not the user's, because it, or part of it, could not be built."""
     for problem in found:
@@ -54,14 +61,19 @@ def _new(found: Iterable[Problem], faults: Sequence[str]) -> Iterator[Problem]:
             yield problem
 
 
-def _place(run: Config) -> Iterator[Problem]:
-    """Where the run is computed and where it is kept."""
+def _device(run: Config) -> Iterator[Problem]:
+    """Where the run is computed."""
     if isinstance(run.launcher, Ray) and run.launcher.address is not None:  # this machine may be the only one without
         if run.device == "auto":
             message = "cannot be auto with launcher.address: the cluster's machines differ from this one."
             yield Problem("device", message, "Set device=cuda or device=cpu.")
     elif run.device == "cuda" and torch.cuda.device_count() == 0:  # counts through NVML, without initialising CUDA
         yield Problem("device", "is cuda, but torch sees no CUDA device.", "Set device=cpu, or install torch for CUDA.")
+
+
+def _place(run: Config) -> Iterator[Problem]:
+    """Where the run is computed and where it is kept."""
+    yield from _device(run)
     parts = Path(run.name).parts
     if not parts or Path(run.name).is_absolute() or ".." in parts:
         yield Problem("name", f"must name a folder below `runs`, got {run.name!r}.")

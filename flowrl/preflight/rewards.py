@@ -82,7 +82,12 @@ def evaluation(run: Config) -> Iterator[Problem]:
     yield from below(settings, "trainer.eval.", _AT_LEAST_IN_EVALUATION)
     if settings.dynamics not in ("ode", "same"):
         yield Problem("trainer.eval.dynamics", f"must be ode or same, got {settings.dynamics!r}.")
-    for name, path in settings.sets.items():
+    yield from held_out(run)
+
+
+def held_out(run: Config) -> Iterator[Problem]:
+    """The prompts of evaluations."""
+    for name, path in run.trainer.eval.sets.items():
         yield from plain_name("trainer.eval.sets", name)
         yield from _prompt_file(f"trainer.eval.sets.{name}", path, run)
 

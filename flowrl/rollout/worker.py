@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from flowrl.config import Config
 from flowrl.device import choose_device, settle_torch
 from flowrl.distributed.lora import add_lora
+from flowrl.distributed.precision import compute_as_trained
 from flowrl.distributed.weight_sync.checksum import Checksums
 from flowrl.distributed.weight_sync.manifest import Manifest
 from flowrl.distributed.weight_sync.receiver import Receiver
@@ -45,6 +48,8 @@ class RolloutWorker:
         self.policy = run.model.load(device)
         if self.mode == "lora":
             add_lora(self.policy.module, run.actor.lora, self.policy.lora_targets, seed=0)
+        elif self.mode == "full":
+            compute_as_trained(self.policy.module, self.policy.blocks, getattr(torch, run.actor.master_dtype))
         self.policy.module.requires_grad_(False).to(device)
         self.engine = run.rollout.engine.open(run, self.policy)
         self.receiver = Receiver(self.policy.module, device=device, staging=run.weight_sync.staging, version=None)

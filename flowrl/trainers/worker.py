@@ -17,6 +17,7 @@ from flowrl.distributed.checkpoint.manifest import TENSORS, CheckpointError, Fil
 from flowrl.distributed.checkpoint.tensors import TensorStore
 from flowrl.distributed.fsdp import fits_gathered, gathered
 from flowrl.distributed.launch.inline import Inline
+from flowrl.distributed.precision import matrices
 from flowrl.distributed.ranks import in_waves, num_ranks
 from flowrl.distributed.rendezvous import Address, Backend, connect, join, open_store
 from flowrl.distributed.weight_sync.checksum import Checksums
@@ -106,6 +107,7 @@ class ActorWorker:
             policy.module,
             placement.publication_mode(run),
             wire_dtype=getattr(torch, sync.wire_dtype) if sync.wire_dtype else policy.dtype,
+            rounded=matrices(policy.module, policy.blocks),
             bucket_bytes=sync.bucket_mb * 1_000_000,
             device=self.device,
             rank=self.rank,
@@ -123,7 +125,7 @@ class ActorWorker:
         if self.engine is None:
             self.engine = self.run.rollout.engine.open(self.run, self.actor.policy)
         self.engine.publish(version)
-        with self.actor.behaviour(), self._whole():
+        with self.actor.behaviour(), self._whole(groups):
             for sampled in checked(self.engine, groups, rollout_id, self.run, self.actor.policy, version):
                 yield replace(sampled, drawn=LEFT_BEHIND), sampled.drawn.fetch()
 
@@ -135,16 +137,22 @@ class ActorWorker:
         self.judge.publish(version)
         components = (self.run.trainer.eval.rewards or self.run.reward).components
         scored = any(component.sees_latents for component in components.values())
-        with self.actor.evaluation(), self._whole():
+        with self.actor.evaluation(), self._whole(groups):
             for sampled in self.judge.generate(groups, rollout_id=0):
                 kept = sampled.drawn.fetch() if scored or self.run.artifacts.trajectories else None
                 yield replace(sampled, drawn=LEFT_BEHIND), kept
 
-    def _whole(self) -> AbstractContextManager[None]:
-        """All blocks gathered once instead of in every forward, if there is room or the settings say so."""
-        module, gather = self.actor.policy.module, self.run.rollout.gather
-        if num_ranks() > 1 and (gather == "always" or (gather == "auto" and fits_gathered(module, self.device))):
-            return gathered(module)
+    def _whole(self, groups: Sequence[Group]) -> AbstractContextManager[None]:
+        """All blocks gathered once instead of in every forward, if there is room or the settings say so.
+
+        What `groups` ask for is encoded before: text encoders and all weights need not have room at the same time.
+        """
+        policy, gather = self.actor.policy, self.run.rollout.gather
+        if num_ranks() == 1 or gather == "never":
+            return nullcontext()
+        policy.encode([group.prompt for group in groups], self.run.sampler.guidance_scale)  # and keep it in the cache
+        if gather == "always" or fits_gathered(policy.module, self.device):
+            return gathered(policy.module)
         return nullcontext()
 
     # ------------------------------------------------------------------------------------------ training

@@ -35,11 +35,12 @@ def test_a_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
 
 
 def test_every_swap_passes_preflight() -> None:
-    """Model x trainer x dynamics. Each option is composed once; their trees do not overlap."""
+    """Model x trainer x dynamics. Each option is composed once; their trees do not overlap. Variants are left out."""
     base = ["recipe=sd35_medium_ocr_lora", "debug=tiny", "algorithm.old_log_prob=rollout"]
-    models = [load_config([*base, f"model={name}"]).model for name in MODELS]
+    models = [load_config([*base, f"model={name}"]).model for name in MODELS if name != "tiny_sd3"]
     trainers = [load_config([*base, f"trainer={name}"]).trainer for name in TRAINERS]
-    dynamics = [load_config([*base, f"sampler/dynamics={name}"]).sampler.dynamics for name in STOCHASTIC]
+    options = [load_config([*base, f"sampler/dynamics={name}"]).sampler.dynamics for name in STOCHASTIC]
+    dynamics = {option["_target_"]: option for option in options}.values()
     cfg = load_config(base)
     for cfg.model, cfg.trainer, cfg.sampler.dynamics in product(models, trainers, dynamics):
         run = preflight(cfg)

@@ -72,7 +72,9 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("way", "error"), [("kill", WorkerDied), ("raise", KeyError)])
+@pytest.mark.parametrize(
+    ("way", "error"), [("kill", WorkerDied), pytest.param("raise", KeyError, marks=pytest.mark.campaign)]
+)
 def test_a_rank_that_is_lost_ends_the_update_with_its_own_error(
     tiny_folder: Path, way: str, error: type[Exception]
 ) -> None:

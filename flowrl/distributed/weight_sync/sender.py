@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowrl.distributed.weight_sync.checksum import Checksum, Checksums
 from flowrl.distributed.weight_sync.errors import PublishError, some
 from flowrl.distributed.weight_sync.manifest import Entry, Manifest, Mode, Piece, plan, view
-from flowrl.distributed.weight_sync.source import Origin, origins, scalings, specs
+from flowrl.distributed.weight_sync.source import Origin, clean_name, origins, scalings, specs
 from flowrl.distributed.weight_sync.transports.base import Link, Outlet
 
 Filling = Sequence[tuple[Piece, Tensor]]  # what goes into one bucket: pieces, and the whole tensors they are of
@@ -27,6 +27,7 @@ class Sender:
         module: what is trained, sharded or not.
         mode: what is published of it.
         wire_dtype: what floating-point tensors travel in; None leaves each its own.
+        rounded: names of the tensors that `wire_dtype` is for, the others travelling in their own; None = all.
         bucket_bytes: memory for two of them is taken during a publication.
         device: where buckets are packed.
         rank: of the actor.
@@ -38,6 +39,7 @@ class Sender:
         mode: Mode,
         *,
         wire_dtype: torch.dtype | None = None,
+        rounded: Collection[str] | None = None,
         bucket_bytes: int = 512_000_000,
         device: torch.device,
         rank: int = 0,
@@ -45,13 +47,14 @@ class Sender:
         self.module = module
         self.mode: Mode = mode
         self.wire_dtype = wire_dtype
+        self.rounded = None if rounded is None else frozenset(map(clean_name, rounded))
         self.bucket_bytes = bucket_bytes
         self.device = device
         self.rank = rank
 
     def plan(self, version: int) -> Manifest:
         """What the present weights will be as `version`. Moves nothing; no collective. Raises PublishError."""
-        found = specs(origins(self.module, self.mode), self.wire_dtype)
+        found = specs(origins(self.module, self.mode), self.wire_dtype, self.rounded)
         scaling = scalings(self.module) if self.mode == "lora" else None
         return plan(found, version, self.mode, self.bucket_bytes, scaling)
 
@@ -116,7 +119,7 @@ class Sender:
     def _gather(self, manifest: Manifest) -> Iterator[Filling]:
         """What goes into each bucket, in turn. A tensor that reaches into the next ones is gathered once."""
         found = origins(self.module, self.mode)
-        check_unchanged(found, manifest, self.wire_dtype)
+        check_unchanged(found, manifest)
         last: dict[int, Tensor] = {}
         for pieces in manifest.pieces():
             values = {}
@@ -128,9 +131,9 @@ class Sender:
             last = {pieces[-1].entry: values[pieces[-1].entry]}
 
 
-def check_unchanged(found: dict[str, Origin], manifest: Manifest, wire_dtype: torch.dtype | None) -> None:
+def check_unchanged(found: dict[str, Origin], manifest: Manifest) -> None:
     """Raises PublishError if this rank's module is not what rank 0 has planned."""
-    mine = specs(found, wire_dtype)
+    mine = specs(found, None)
     planned = {entry.name: entry for entry in manifest.entries}
     wrong = {name for name in mine.keys() & planned.keys() if mine[name].shape != planned[name].shape}
     wrong |= mine.keys() ^ planned.keys()

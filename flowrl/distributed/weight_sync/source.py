@@ -7,7 +7,7 @@ have the same names, shapes and scalings; `Receiver.expect` compares them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,12 +119,19 @@ def _merged(tensors: Mapping[str, Tensor], scaling: Mapping[str, float]) -> dict
     return found
 
 
-def specs(found: Mapping[str, Origin], wire_dtype: torch.dtype | None) -> dict[str, Spec]:
-    """Shapes, and the dtypes that travel: `wire_dtype` for floating-point tensors, or their own if it is None."""
-    return {
-        name: Spec(tuple(o.shape), wire_dtype if wire_dtype is not None and o.dtype.is_floating_point else o.dtype)
-        for name, o in found.items()
-    }
+def specs(
+    found: Mapping[str, Origin], wire_dtype: torch.dtype | None, rounded: Collection[str] | None = None
+) -> dict[str, Spec]:
+    """Shapes, and the dtypes that travel: `wire_dtype` for floating-point tensors, or their own if it is None.
+
+    Given `rounded`, only those that it names; the others have their own.
+    """
+
+    def dtype(name: str, own: torch.dtype) -> torch.dtype:
+        cast = own.is_floating_point and (rounded is None or name in rounded)
+        return wire_dtype if wire_dtype is not None and cast else own
+
+    return {name: Spec(tuple(origin.shape), dtype(name, origin.dtype)) for name, origin in found.items()}
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

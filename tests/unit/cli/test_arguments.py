@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import encode_prompts, evaluate, export, sample
+from flowrl.cli import encode_prompts, evaluate, export, sample, serve_latent_reward, serve_reward
 from flowrl.cli.arguments import Failure, Tool, new_folder, option, parse
 from flowrl.cli.compose import load_config
 from flowrl.config import ConfigError, Problem
@@ -107,6 +107,13 @@ def documented() -> list[list[str]]:
 def test_the_documented_commands_are_understood(words: list[str]) -> None:
     if words[0] == encode_prompts.TOOL.name:
         assert load_config(words[1:]).model.cache_dir
+        return
+    if words[0] == serve_reward.TOOL.name:
+        serve_reward.TOOL.settings(words[1:])
+        return
+    if words[0] == serve_latent_reward.TOOL.name:  # its model is the reader's own
+        with pytest.raises(ConfigError, match=r"^model._target_: cannot import 'my_package.MyModel'[^\n]*$"):
+            serve_latent_reward.TOOL.settings(words[1:])
         return
     tools = {tool.name: tool for tool in (export.TOOL, sample.TOOL, evaluate.TOOL)}
     settings = parse(tools[words[0]].schema, words[1:])

@@ -36,6 +36,32 @@ def test_it_fills_the_folder_and_says_what_was_new(
     assert not (tmp_path / "runs").exists()
 
 
+def test_prompts_that_are_cut_are_counted(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text(f"short\n{'long ' * 40}\n")
+    arguments = command(
+        tiny_folder, tmp_path, "run", f"model.cache_dir={tmp_path / 'embeddings'}", f"data.train={file}"
+    )
+    said = encoded([*arguments, "data.target=none", "trainer.eval.sets={}"], capsys).splitlines()
+    assert said[1].startswith(
+        "1 of them are longer than the 12 tokens that are read of one (model.max_sequence_length)"
+    )
+
+
+def test_prompts_of_another_task_are_refused_as_for_a_run(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "videos.jsonl"
+    file.write_text('{"prompt": "a cat", "metadata": {"task": "t2v"}}\n')
+    arguments = command(
+        tiny_folder, tmp_path, "run", f"model.cache_dir={tmp_path / 'embeddings'}", f"data.train={file}"
+    )
+    assert TOOL.command([*arguments, "data.target=none", "trainer.eval.sets={}"]) == 2
+    assert "1 of 1 prompts are for t2v, but model.task is t2i" in capsys.readouterr().err
+
+
 def test_everything_that_is_wrong_comes_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing.txt"
     arguments = ["model=z_image", f"data.train={missing}", f"trainer.eval.sets.heldout={missing}", "device=cpu"]
@@ -44,9 +70,9 @@ def test_everything_that_is_wrong_comes_together(tmp_path: Path, capsys: pytest.
         "encode_prompts: 4 problems.",
         "  model.path: must be set: a diffusers folder or a Hub id. Set model.path=..., or model.init=random for "
         "untrained weights.",
-        "  model.cache_dir: must be set: the folder to fill. Set model.cache_dir=FOLDER.",
         f"  data.train: {missing}: No such file or directory",
         f"  trainer.eval.sets.heldout: {missing}: No such file or directory",
+        "  model.cache_dir: must be set: the folder to fill. Set model.cache_dir=FOLDER.",
     ]
     assert TOOL.command(["model=z_imag"]) == 2
     assert "z_image" in capsys.readouterr().err, "a misspelt option is explained as for a run"

@@ -1,18 +1,18 @@
-"""Two ranks do what one does. The checks themselves are in `rank_checks.py`; two processes run them all."""
+"""Two ranks do what one does. The checks are in `rank_checks.py` and `family_checks.py`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from flowrl.config import FSDP
 from flowrl.distributed.fsdp import assert_writable, clip_grad_norm, fits_gathered, full_state, gathered, shard
-from tests.unit.distributed.rank_checks import CHECKS, WORLD, run_checks
+from tests.unit.distributed.family_checks import FAMILY_CHECKS, MORE_CHECKS
+from tests.unit.distributed.rank_checks import CHECKS
+from tests.unit.distributed.two_ranks import on_two_ranks
 
 NOT_RUN = "not run: the ranks were out of step after the check before it"
 
@@ -20,16 +20,20 @@ NOT_RUN = "not run: the ranks were out of step after the check before it"
 @pytest.fixture(scope="module")
 def outcomes(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank, what became of each check."""
-    scratch = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_checks, (tiny_folder, scratch), nprocs=WORLD)
-    return [json.loads((scratch / f"outcomes-{rank}.json").read_text()) for rank in range(WORLD)]
+    return on_two_ranks(CHECKS | FAMILY_CHECKS, tiny_folder, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS | FAMILY_CHECKS)
 def test_on_two_ranks(outcomes: list[dict[str, str]], check: str) -> None:
     for rank, outcome in enumerate(outcomes):
         error = outcome.get(check, NOT_RUN)
         assert not error, f"rank {rank}: {error}"
+
+
+@pytest.mark.campaign
+def test_more_on_two_ranks(tiny_folder: Path, tmp_path: Path) -> None:
+    for outcome in on_two_ranks(MORE_CHECKS, tiny_folder, tmp_path):
+        assert outcome == dict.fromkeys(MORE_CHECKS, "")
 
 
 def test_an_ordinary_module_needs_no_second_path() -> None:

@@ -7,13 +7,17 @@ import logging
 import multiprocessing
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from flowrl.config import Config
+from flowrl.device import torch_settings
+from flowrl.models import embedding_files
 from flowrl.models.embedding_files import EmbeddingFiles
 from flowrl.models.embeddings import EmbeddingCache, Text
 from flowrl.models.pipeline import PipelineModel
@@ -203,14 +207,24 @@ def encoders(policy: PipelinePolicy) -> str:
 
 
 def test_the_fingerprint_is_of_all_that_makes_embeddings_and_of_nothing_else(
-    cached: PipelineModel, tmp_path: Path
+    cached: PipelineModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = encoders(cached.load(CPU))
+    with torch_settings(Config()):
+        with_settings = encoders(cached.load(CPU))
     moved = replace(cached, path=str(shutil.copytree(folder("z_image"), tmp_path / "moved")))
     for free in (moved, replace(cached, cache_mb=1, decode_batch_size=3, cache_dir=str(tmp_path))):
         assert encoders(free.load(CPU)) == mine
     for held in (replace(cached, max_sequence_length=64), replace(cached, dtype="bfloat16")):
         assert encoders(held.load(CPU)) != mine
+
+    used = cached.load(CPU)
+    assert used.num_tokens("a cat") > 0 and used.embed("a cat").embeds.numel() and encoders(used) == mine, "if used"
+    with torch_settings(Config(deterministic=True)):
+        assert encoders(cached.load(CPU)) not in (mine, with_settings), "other kernels"
+    monkeypatch.setattr(embedding_files, "version", lambda name: "1" if name == "ftfy" else version(name))
+    assert encoders(cached.load(CPU)) != mine, "a library that mends prompts"
+    monkeypatch.undo()
 
     policy = moved.load(CPU)
     policy.pipeline.transformer.x_pad_token += 1
@@ -221,3 +235,20 @@ def test_the_fingerprint_is_of_all_that_makes_embeddings_and_of_nothing_else(
     assert (settings := encoders(policy)) not in (mine, template)
     policy.pipeline.text_encoder.norm.weight += 1
     assert encoders(policy) not in (mine, template, settings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_setting_counts_that_a_family_names_and_no_other(name: str) -> None:
+    """A sweep over guidance, or over how pictures are decoded, encodes nothing anew."""
+    model = FAMILIES[name].model
+    others = {
+        "dtype": "bfloat16",
+        "max_sequence_length": 63,
+        "text_encoder_layers": (1, 2, 3),
+        "embedded_guidance": 2.0,
+        "guidance_scale_2": 2.0,
+        "decode_batch_size": 7,
+    }
+    changed = {f.name: replace(model, **{f.name: others[f.name]}) for f in fields(model) if f.name in others}
+    counted = {key for key, other in changed.items() if other.encoding() != model.encoding()}
+    assert counted == {"dtype", "max_sequence_length", "text_encoder_layers"} & changed.keys()

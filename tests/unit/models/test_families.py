@@ -26,6 +26,7 @@ from flowrl.flow.dynamics.wan_linear import WanLinear
 from flowrl.flow.noise import Noise
 from flowrl.flow.solvers import Euler
 from flowrl.models.policy import PipelinePolicy
+from flowrl.prompts import Prompt
 from flowrl.rollout.native import NativeEngine
 from flowrl.types import Conditions, Group, LoadError, PolicyConfig
 from tests.support.families import FAMILIES, PROMPTS, folder, random_policy, saved, start
@@ -160,13 +161,20 @@ def test_every_block_gets_an_adapter_that_the_pipeline_reads(name: str, tmp_path
 
 
 def test_saved_weights_are_read_by_the_familys_class(name: str, tmp_path: Path) -> None:
-    """What full training leaves is the folder `transformer` of a pipeline."""
+    """What full training leaves are the folders of a pipeline's transformers, every tensor in its place."""
     policy = random_policy(name)
-    state = {key: value + 1 for key, value in policy.module.state_dict().items()}
+    state = {key: value + 1 + i for i, (key, value) in enumerate(policy.module.state_dict().items())}
     policy.save(tmp_path, state)
-    again = type(policy.pipeline.transformer).from_pretrained(tmp_path / "transformer")
-    first = next(iter(again.state_dict()))
-    assert again.state_dict()[first].equal(next(value for key, value in state.items() if key.endswith(first)))
+    networks = {
+        part: getattr(policy.pipeline, part) for part in ("transformer", "transformer_2")[: 1 + (name == "wan_a14b")]
+    }
+    assert {path.name for path in tmp_path.iterdir()} == networks.keys()
+    found = {}
+    for part, network in networks.items():
+        prefix = f"{part}." if len(networks) > 1 else ""
+        again = type(network).from_pretrained(tmp_path / part)
+        found |= {f"{prefix}{key}": value for key, value in again.state_dict().items()}
+    assert found.keys() == state.keys() and all(found[key].equal(value) for key, value in state.items())
 
 
 def test_random_weights_are_the_same_everywhere(name: str) -> None:
@@ -190,22 +198,44 @@ def test_half_a_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
     weights = next((half / "transformer").glob("*.safetensors"))
     state = load_file(weights)
     save_file({key: state[key] for key in list(state)[::2]}, weights, metadata={"format": "pt"})
-    refused(half, "missing")
+    refused(half, rf"{len(state) // 2} tensors of transformer are missing")
     weights.unlink()
-    refused(half, "")
+    refused(half, "no file named diffusion_pytorch_model.safetensors")
     no_vae = linked(tmp_path / "vae")
     shutil.rmtree(no_vae / "vae")
-    refused(no_vae, "")
+    refused(no_vae, "the folder vae is missing, which model_index.json lists")
     other = linked(tmp_path / "other")
     index = json.loads((other / "model_index.json").read_text())
     (other / "model_index.json").write_text(json.dumps(index | {"_class_name": "AnotherPipeline"}))
-    refused(other, "AnotherPipeline")
+    refused(other, "holds a AnotherPipeline, not a ")
     wider = linked(tmp_path / "wider")
     config = wider / "transformer" / "config.json"
     layers = next(key for key in ("num_layers", "n_layers") if key in json.loads(config.read_text()))
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {layers: settings[layers] + 1}))
-    refused(wider, "")
+    refused(wider, rf"(tensors of transformer are missing, among them \S*{settings[layers]}\.|expected shape)")
+
+
+def test_what_is_cut_is_known_and_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """To the token, by the family's own template; without what the pipeline says of each text, or CLIP's 77 tokens."""
+    policy = FAMILIES[name].model.policy(random_policy(name).pipeline, CPU)
+    longest = "z" * (policy.max_tokens - policy.num_tokens(""))
+    assert not policy.is_cut(longest) and policy.is_cut(f"{longest}z")
+    with torch.no_grad():
+        seen = [policy.embed(longest[:-1] + end).embeds for end in "ab"]
+        unseen = [policy.embed("z" * (77 + policy.max_tokens) + end).embeds for end in "ab"]
+    assert not seen[0].equal(seen[1]) and unseen[0].equal(unseen[1])
+    caplog.clear()
+    policy.encode([Prompt("fits", longest)])
+    assert not caplog.records
+    for _ in range(2):
+        policy.encode(
+            [Prompt("fits", longest), Prompt("long", f"{longest} and more"), Prompt("long", f"{longest} and more")]
+        )
+    (said,) = caplog.records
+    assert said.name == "flowrl.models.policy" and said.levelname == "WARNING"
+    assert f"1 of 2 prompts are longer than the {policy.max_tokens} tokens" in said.message
+    assert "(model.max_sequence_length)" in said.message and "the first is long." in said.message
 
 
 def test_no_dropout_and_no_gradient_but_the_actors(name: str) -> None:

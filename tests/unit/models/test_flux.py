@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowrl.config import ConfigError, LoRA
+from flowrl.config import Config, ConfigError, LoRA
 from flowrl.distributed.lora import add_lora, trainable
 from flowrl.flow.schedule import DynamicShift, StaticShift
 from flowrl.models.flux import Flux
@@ -110,6 +110,29 @@ def test_schnell_has_no_guidance_and_no_shift(tmp_path: Path) -> None:
 def test_a_guidance_that_nothing_takes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^model\.embedded_guidance: must be null .* got 3\.0\. .*guidance_scale"):
         replace(SCHNELL, embedded_guidance=3.0).policy(copy.copy(schnell().pipeline), CPU)
+
+
+def test_a_scale_that_was_meant_for_another_family_is_refused() -> None:
+    """`model=flux` under a recipe with guidance; `true_cfg` says that it is meant, for dev and for schnell."""
+    guided = Config(sampler=FAMILIES["flux"].sampler(guidance_scale=4.0))
+    for model in (FAMILIES["flux"].model, SCHNELL):
+        (problem,) = model.problems(guided)
+        assert problem.path == "sampler.guidance_scale" and "got 4.0" in problem.message
+        assert "model.true_cfg=true" in problem.hint
+        assert replace(model, true_cfg=True).problems(guided) == []
+        assert model.problems(Config(sampler=FAMILIES["flux"].sampler())) == []
+
+
+def test_each_model_has_a_length_of_its_own() -> None:
+    lengths = {}
+    for name, policy in (("dev", random_policy("flux")), ("schnell", schnell())):
+        config = replace(policy.config, max_sequence_length=None).resolved(policy.pipeline)
+        lengths[name] = config.max_sequence_length
+        assert config == replace(config).resolved(policy.pipeline)
+        assert config.encoding() == replace(config, embedded_guidance=2.0, true_cfg=True).encoding()
+    assert lengths == {"dev": 512, "schnell": 256}
+    with pytest.raises(ConfigError, match=r"^model\.max_sequence_length: must be null or at most 256 .* got 257\."):
+        replace(SCHNELL, max_sequence_length=257).resolved(schnell().pipeline)
 
 
 @pytest.mark.parametrize(

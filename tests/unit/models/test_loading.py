@@ -1,8 +1,12 @@
-"""What is said of a Hub id that cannot be had: one sentence, by what a server with the Hub's protocol answers."""
+"""What is said of a Hub id that cannot be had: one sentence, by what a server with the Hub's protocol answers.
+
+And of a folder's revision; and that the libraries are silent while they load, and no longer.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,11 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import diffusers
 import pytest
+import transformers
 from diffusers import StableDiffusion3Pipeline
 from huggingface_hub import constants
 
-from flowrl.models.loading import local_folder
+from flowrl.config import Config
+from flowrl.models.loading import local_folder, quiet
+from flowrl.models.sd3 import SD3
 from flowrl.types import LoadError
 
 ANSWERS = {
@@ -94,3 +102,32 @@ def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_hub_id_is_a_folder(path: str) -> None:
     with pytest.raises(LoadError, match="there is no such folder, and a Hub id has the form owner/name"):
         local_folder(path, None, None)
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    for path in (str(tmp_path), "pkg://flowrl/assets/tiny_sd3"):
+        (problem,) = SD3(path, revision="v1").problems(Config())
+        assert problem.path == "model.revision" and f"model.path={path} is a folder" in problem.message
+    assert SD3("owner/name", revision="v1").problems(Config()) == SD3(str(tmp_path)).problems(Config()) == []
+
+
+@pytest.mark.parametrize(("level", "bars"), [(logging.INFO, True), (logging.ERROR, False)])
+def test_the_libraries_are_quiet_for_a_while(level: int, bars: bool) -> None:
+    """Whatever they were before they are again, also after a failure."""
+    libraries = (transformers.utils.logging, diffusers.utils.logging)
+    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity(level)
+            (library.enable_progress_bar if bars else library.disable_progress_bar)()
+        with pytest.raises(OSError), quiet():
+            assert not any(library.is_progress_bar_enabled() for library in libraries)
+            assert [library.get_verbosity() for library in libraries] == [logging.ERROR, logging.CRITICAL]
+            raise OSError
+        assert [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries] == [
+            (level, bars)
+        ] * 2
+    finally:
+        for library, (own, on) in zip(libraries, before, strict=True):
+            library.set_verbosity(own)
+            (library.enable_progress_bar if on else library.disable_progress_bar)()

@@ -45,6 +45,18 @@ def test_guidance_turns_every_token_and_keeps_its_length() -> None:
     assert (towards.norm(dim=-1) / lengths[1] - 1).abs().max() > 0.05, "a rescaling by 1 would prove nothing"
 
 
+@pytest.mark.parametrize(("prompts", "masked"), [((PROMPTS[0],) * 2, False), (PROMPTS[:2], True)])
+def test_texts_of_one_length_need_no_mask(prompts: tuple[Prompt, ...], masked: bool) -> None:
+    """With one, attention cannot take its fastest kernel."""
+    policy, seen = random_policy("qwen_image"), []
+    handle = policy.module.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
+    with handle:
+        found = velocity(policy, prompts, 1.0)
+    assert (seen[0]["encoder_hidden_states_mask"] is not None) == masked
+    alone = velocity(policy, (PROMPTS[0],), 1.0)
+    torch.testing.assert_close(found[:1], alone, atol=1e-5, rtol=0)
+
+
 def test_the_rescaling_has_its_gradient() -> None:
     """A replay differentiates the velocity that was sampled with, length and all."""
     halves = torch.randn(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flowrl.models.byte_tokenizers import TOKENIZERS, clip_tokenizer, qwen_tokenizer
-from flowrl.models.loading import quiet_loading
+from flowrl.models.loading import quiet
 from flowrl.models.published import flux, flux2, qwen_image, sd3, wan, z_image
 from flowrl.models.untrained import Part, Published, assemble, build, skeleton
 
@@ -133,7 +133,7 @@ def test_tables_that_are_no_buffers() -> None:
 
 @pytest.mark.parametrize(("pipeline", "published"), TINY)
 def test_a_saved_folder_is_what_was_built(pipeline: str, published: Published, tmp_path: Path) -> None:
-    with quiet_loading():
+    with quiet():
         cls = resolve_name(pipeline)
         first = assemble(published, cls, dtype=torch.bfloat16, device=CPU, seed=3)
         first.save_pretrained(tmp_path)
@@ -154,7 +154,7 @@ def test_a_saved_folder_is_what_was_built(pipeline: str, published: Published, t
 @pytest.mark.parametrize(("pipeline", "published"), TINY)
 def test_a_pipeline_draws_with_it(pipeline: str, published: Published) -> None:
     """With diffusers' own code, pictures that depend on the prompt; activations of order 1 everywhere."""
-    with quiet_loading():
+    with quiet():
         pipe = assemble(published, resolve_name(pipeline), dtype=torch.float32, device=CPU, seed=3)
     pipe.set_progress_bar_config(disable=True)
     levels: dict[str, float] = {}
@@ -291,7 +291,7 @@ def test_chat_template(options: dict[str, bool], expected: str) -> None:
 
 def test_qwen_images_template_is_cut_off_exactly() -> None:
     """The pipeline drops 34 tokens: in the published vocabulary all that stands before the prompt."""
-    with quiet_loading():
+    with quiet():
         pipe = assemble(
             qwen_image.TINY, resolve_name("diffusers.QwenImagePipeline"), dtype=torch.float32, device=CPU, seed=0
         )

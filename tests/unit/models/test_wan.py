@@ -148,6 +148,21 @@ def test_what_stays_in_float32() -> None:
     assert rough.dtype == torch.float32 and (rough - fine).square().mean().sqrt() < 0.05 * fine.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_timesteps_are_embedded_in_float32(name: str) -> None:
+    """To the bit, as the pipeline does it: under autocast the embedder would compute in bfloat16."""
+    policy, fine = replace(FAMILIES[name].model, dtype="bfloat16").load(CPU), random_policy(name)
+    path = "transformer.condition_embedder" if name == "wan_a14b" else "condition_embedder"
+    seen: list[Tensor] = []
+    policy.module.get_submodule(f"{path}.time_embedder").register_forward_hook(lambda *given: seen.append(given[2]))
+    velocity(policy, [0.9137, 0.9999])
+    embedder = fine.module.get_submodule(path)
+    with torch.no_grad():
+        expected = embedder.time_embedder(embedder.timesteps_proj(torch.tensor([913.0, 999.0])))
+    assert seen[0].dtype == torch.float32
+    torch.testing.assert_close(seen[0], expected, atol=0, rtol=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------- two experts
 
 

@@ -221,11 +221,11 @@ def test_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatc
 
 def test_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "POLL_S", 0.02)
-    with serving(in_turn(Reply(503, b"loading"))[0]) as url, Server(url=url, start_timeout_s=0.1).connect() as server:
+    with serving(in_turn(Reply(503, b"loading"))[0]) as url, Server(url=url, start_timeout_s=0.5).connect() as server:
         started = time.monotonic()
-        with pytest.raises(UnreachableError, match=f"server at {url} was not ready within 0.1 s: GET .* 503: loading"):
+        with pytest.raises(UnreachableError, match=f"server at {url} was not ready within 0.5 s: GET .* 503: loading"):
             server.wait("/healthz")
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
 
 
 def test_does_not_wait_for_what_will_never_be(pauses: list[float]) -> None:

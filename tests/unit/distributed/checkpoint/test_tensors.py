@@ -224,7 +224,9 @@ def test_nothing_to_save_or_to_read_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.zeros(2, dtype=torch.complex64), lambda: torch.zeros(2, 2).to_sparse()], ids=str
+    "make",
+    [lambda: torch.zeros(2, dtype=torch.complex64), lambda: torch.zeros(2, 2).to_sparse()],
+    ids=["complex", "sparse"],
 )
 def test_what_cannot_be_stored_is_refused(tmp_path: Path, make: Callable[[], Tensor]) -> None:
     with pytest.raises(CheckpointError, match="odd cannot be stored: its dtype is"):

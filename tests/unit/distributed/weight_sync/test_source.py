@@ -64,6 +64,12 @@ def test_wire_dtype_is_for_floating_point_only() -> None:
     assert specs(origins(make_module(0), "full"), None)["0.up.weight"].dtype == torch.float32
 
 
+def test_wire_dtype_is_for_what_may_be_rounded() -> None:
+    found = specs(origins(make_module(0), "full"), torch.bfloat16, rounded={"0.up.weight", "0.count"})
+    assert found["0.up.weight"].dtype == torch.bfloat16 and found["0.count"].dtype == torch.int64
+    assert found["0.down.weight"].dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("lora", "mode", "message"),
     [(True, "full", "holds LoRA"), (False, "lora", "holds no LoRA"), (False, "merged", "holds no LoRA")],
