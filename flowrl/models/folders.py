@@ -48,7 +48,7 @@ class PipelineFolder:
 
     def check(self, needed: Collection[str]) -> None:
         """Raise LoadError unless all that is needed is listed, and all that is listed lies there."""
-        for name in needed:
+        for name in sorted(needed):
             if name not in self.parts:
                 raise LoadError(f"{self.path}: model_index.json lists no {name}.")
         for name in self.parts:

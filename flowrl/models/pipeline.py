@@ -190,7 +190,7 @@ class PipelineModel(ABC):
     ) -> Tensor:
         """With the family's pipeline and `load_lora_weights` (`types.Exportable`).
 
-        On a GPU its networks take turns there, and wait in host memory.
+        Its networks take turns on the device, and wait in host memory: all at once may be more than there is room for.
         """
         family = self.pipeline_class()
         with quiet():
@@ -201,8 +201,7 @@ class PipelineModel(ABC):
                 self.read_adapter(pipeline, adapter)
             pipeline.set_progress_bar_config(disable=True)
             pipeline.to(dtype=torch.float32)
-            if start.device.type != "cpu":
-                pipeline.enable_model_cpu_offload(device=start.device)
+            pipeline.enable_model_cpu_offload(device=start.device)
             pipeline.scheduler = self.first_order(pipeline)
             arguments = self.resolved(pipeline).arguments(prompts, start, sampler)
             output = pipeline(**arguments, output_type="latent", return_dict=False)

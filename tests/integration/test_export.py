@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 import flowrl
 from flowrl.cli import evaluate, export, sample
-from flowrl.cli.trained import read_trained
+from flowrl.cli.trained import open_run, read_trained
+from flowrl.models.policy import PipelinePolicy
+from flowrl.models.sd3 import SD3
 from tests.support import tiny
 
 WORDS = ["FLOW", "OPEN", "SALE", "MILK"]
@@ -167,6 +169,18 @@ def test_what_draws_otherwise_is_not_kept(
     assert "differ by" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
+def test_a_comparison_that_has_no_room(
+    lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(SD3, "draw", draw)
+    assert export.TOOL.command([f"run={lora}", f"out={tmp_path / 'out'}", "form=merged"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "no room for the comparison" in said and "verify=false" in said and not list(tmp_path.iterdir())
+
+
 def test_forms_that_cannot_be(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.TOOL.command([f"run={full}", f"out={tmp_path}", "form=adapter"]) == 2
     assert "form: cannot be adapter: the run has trained every weight" in capsys.readouterr().err
@@ -175,6 +189,23 @@ def test_forms_that_cannot_be(full: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 # ---------------------------------------------------------------------------------------------- sample, evaluate
+
+
+def test_tools_compute_with_the_kernels_of_runs(lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `flowrl.device`, wherever a model is loaded; and the process is afterwards what it was."""
+    seen, load = [], SD3.load
+
+    def watched(model: SD3, device: torch.device) -> PipelinePolicy:
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled()))
+        return load(model, device)
+
+    monkeypatch.setattr(SD3, "load", watched)
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as torch begins; an earlier test may have settled this process
+    before = True, torch.are_deterministic_algorithms_enabled()
+    done(lora, tmp_path / "adapter", "form=adapter")
+    samples(tmp_path / "pictures", f"run={lora}", "prompt=A")
+    assert seen == [(False, open_run(lora, "cpu").deterministic)] * 2
+    assert (torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled()) == before
 
 
 def samples(out: Path, *arguments: str) -> np.ndarray:

@@ -80,8 +80,13 @@ def test_everything_that_is_wrong_comes_together(tmp_path: Path, capsys: pytest.
     assert "python -m flowrl.cli.encode_prompts recipe=NAME" in capsys.readouterr().out
 
 
-def test_a_run_is_the_same_with_its_embeddings_on_the_disk(tiny_folder: Path, tmp_path: Path) -> None:
-    """Bit for bit: one that never had a cache, and one that goes on with one that its first half has filled."""
+def test_a_run_is_the_same_with_its_embeddings_on_the_disk(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit: one that never had a cache, and one that goes on with one that its first half has filled.
+
+    The command encodes with the run's own kernels, so that all that the run has encoded is there for it.
+    """
     settings = (
         "trainer.total_steps=2",
         "trainer.eval.every=1",
@@ -96,5 +101,7 @@ def test_a_run_is_the_same_with_its_embeddings_on_the_disk(tiny_folder: Path, tm
     again = flowrl.train(flowrl.load_config(arguments))
     assert {path: path.stat().st_mtime_ns for path in files} == files, "nothing was encoded again"
     assert records(again) == records(without)
+    capsys.readouterr()
+    assert f"{len(WORDS)} texts, 0 of them new" in encoded(arguments, capsys)
     found, expected = (read_tensors(run / "checkpoints/step_0000002/tensors", "") for run in (again, without))
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
