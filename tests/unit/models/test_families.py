@@ -40,7 +40,7 @@ DYNAMICS = (FlowSDE(0.7), DanceSDE(0.3), CPS(0.8), WanLinear())
 def solved(policy: PipelinePolicy, conditions: Conditions, noise: Tensor, sampler: Sampler) -> Tensor:
     """x_0 by Euler's steps on the model's own schedule."""
     sigmas = policy.schedule().sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
-    return Euler().solve(lambda x, sigma: policy.velocity(x, sigma, conditions), noise, sigmas)
+    return Euler().solve(lambda x, sigma: policy.velocity(x, sigma, conditions), noise, sigmas.to(noise.device))
 
 
 @pytest.mark.parametrize(("guidance_scale", "size"), [(1.0, 0), (1.0, 1), (4.0, 0), (4.0, 1)])
