@@ -29,6 +29,8 @@ def settle_torch(run: Config, place: str) -> None:
     # On Hopper torch prefers cuDNN's attention, whose backward pass has given NaN with masks (pytorch issue 196678,
     # torch 2.11) and illegal memory accesses (169849). Flash and memory-efficient attention take its place.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # float32 is float32, in convolutions as it is in matrix products: by default torch rounds theirs to 10 bits.
+    torch.backends.cudnn.allow_tf32 = False
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
@@ -41,14 +43,16 @@ def settle_torch(run: Config, place: str) -> None:
 @contextmanager
 def torch_settings(run: Config) -> Iterator[None]:
     """The same for the length of a run; the next one in this process has its own."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    deterministic, attention = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    tf32 = torch.backends.cudnn.allow_tf32
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     settle_torch(run, "driver")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cuda.enable_cudnn_sdp(attention)
+        torch.backends.cudnn.allow_tf32 = tf32
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
