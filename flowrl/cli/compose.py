@@ -78,12 +78,13 @@ def _compose(overrides: list[str], config_dir: str | Path | None) -> DictConfig:
             raise ConfigError(Problem(override, "settings of Hydra itself have no effect here.", hint))
     extra = [] if config_dir is None else [f"hydra.searchpath=['file://{_escaped(config_dir)}']"]
     cfg = compose(PRIMARY, [*extra, *overrides], return_hydra_config=True)
-    recipe = cfg.hydra.runtime.choices.get("recipe")
+    recipe, debug = (cfg.hydra.runtime.choices.get(group) for group in ("recipe", "debug"))
     with open_dict(cfg):
         del cfg["hydra"]
     cfg.recipe = recipe
-    if recipe is None and OmegaConf.is_interpolation(cfg, "name"):  # `~recipe`, or a list of several
-        cfg.name = "run"
+    if OmegaConf.is_interpolation(cfg, "name"):
+        # No recipe after `~recipe`, or a list of several. What is tried leaves its folder's name to the run itself.
+        cfg.name = (recipe or "run") + (f"_{debug}" if debug else "")
     return cfg
 
 

@@ -62,8 +62,7 @@ def encode_prompts(run: Config) -> None:
     terminal.out(f"{policy.files.folder}: {len(texts)} texts, {news}, encoded on {_named(device)}.", highlight=False)
     cut = sum(policy.is_cut(text) for text in texts)
     if cut:
-        limit = f"{policy.max_tokens} tokens that are read of one (model.max_sequence_length)"
-        terminal.out(f"{cut} of them are longer than the {limit}, and are cut off there.", highlight=False)
+        terminal.out(f"{cut} of them are longer than the {policy.reads()}, and are cut off there.", highlight=False)
 
 
 def checked(run: Config) -> tuple[PipelineModel, list[Prompt]]:

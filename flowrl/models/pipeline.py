@@ -138,7 +138,8 @@ class PipelineModel(ABC):
     def load_encoders(self, device: torch.device) -> PipelinePolicy:
         """A policy that can encode texts and no more: of other networks it has the shapes alone, without memory."""
         random, encoders = self.init == "random", self.encoders
-        pipeline = self._assembled(device, encoders) if random else self._read(self.folder(), encoders)
+        with quiet():  # of networks without weights, too
+            pipeline = self._assembled(device, encoders) if random else self._read(self.folder(), encoders)
         return self.resolved(pipeline).policy(pipeline, device)
 
     def _assembled(self, device: torch.device, only: Collection[str] | None = None) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,6 +61,9 @@ class PipelinePolicy(ABC):
         for part in self._parts().values():
             # No dropout anywhere: a replay must be the function that the rollout was.
             part.requires_grad_(False).eval()
+        if self.dtype != torch.float32:
+            # Norms that keep float32 weights under autocast are computed in float32, as they are meant to be.
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight", category=UserWarning)
         if config.vae_tiling:
             pipeline.vae.enable_tiling()
 
@@ -132,20 +137,25 @@ class PipelinePolicy(ABC):
         negative = self._embedded([prompt.negative for prompt in prompts]) if self.guided(guidance_scale) else None
         return TextConditions(prompt, negative, guidance_scale=guidance_scale)
 
+    def reads(self) -> str:
+        """How much of a text the encoders are given, in words."""
+        by_setting = self.max_tokens == self.config.max_sequence_length
+        return f"{self.max_tokens} tokens that are read of one{' (model.max_sequence_length)' * by_setting}"
+
     def is_cut(self, text: str) -> bool:
         """Is it longer than what the encoders are given of it?"""
         with quiet():
             return self.num_tokens(text) > self.max_tokens
 
     def _warn_of_cuts(self, prompts: Sequence[Prompt]) -> None:
-        different = {prompt.id: prompt.text for prompt in prompts}
-        cut = [name for name, text in different.items() if self.is_cut(text)]
+        different = dict.fromkeys(prompt.text for prompt in prompts)
+        cut = [text for text in different if self.is_cut(text)]
         if cut:
             self._warned = True
             log.warning(
-                "%d of %d prompts are longer than the %d tokens that are read of one (model.max_sequence_length), and "
-                "are cut off there: the first is %s. Later ones are not reported.",
-                *(len(cut), len(different), self.max_tokens, cut[0]),
+                "%d of %d prompts are longer than the %s, and are cut off there, the first of them %s. Later "
+                "ones are not reported.",
+                *(len(cut), len(different), self.reads(), json.dumps(cut[0][:200], ensure_ascii=False)),
             )
 
     def texts(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> list[str]:

@@ -199,6 +199,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         allocated = reserved = _resident_bytes(default=peak)
+        peak = max(peak, allocated)  # the kernel counts them apart, and less often than they change
     sizes = {"allocated": allocated, "reserved": reserved, "peak": peak}
     return {f"perf/mem_{name}_gb": size / GIGABYTE for name, size in sizes.items()}
 

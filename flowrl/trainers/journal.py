@@ -72,6 +72,7 @@ class Journal:
         self.run_dir = run.run_dir
         self.total_steps = total_steps
         self.resumed_from = None if start is None else start.step
+        self.elsewhere = start is not None and start.path.parent != run.checkpoints_dir
         self.tracker = Tracker(list(run.logger.components.values()))
         self.artifacts = ArtifactStore(
             run_dir=self.run_dir,
@@ -99,6 +100,7 @@ class Journal:
             config_yaml=(self.run_dir / "config.yaml").read_text(),
             fps=self.run.sampler.fps,
             resumed_from=self.resumed_from,
+            elsewhere=self.elsewhere,
         )
         self._opened.callback(build_report, self.run_dir)
         self._opened.callback(self.tracker.close)

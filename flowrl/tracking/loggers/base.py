@@ -20,6 +20,7 @@ class RunInfo:
     config_yaml: str  # the resolved configuration, as it lies in the run folder
     fps: float = 16.0  # of its videos
     resumed_from: int | None = None  # the last committed step; None for a fresh run
+    elsewhere: bool = False  # that step is another run's
 
     @property
     def first_step(self) -> int:

@@ -31,7 +31,7 @@ class JSONLLogger:
 
     def start(self, run: RunInfo) -> JSONLSession:
         path = run.run_dir / FILENAME
-        if run.resumed_from is not None and not path.exists():
+        if run.resumed_from is not None and not run.elsewhere and not path.exists():
             log.warning("%s is gone: the series begins anew after step %d", path, run.resumed_from)
         rewind(path, run.first_step)
         return JSONLSession(path)

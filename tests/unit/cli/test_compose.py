@@ -33,7 +33,8 @@ def option(folder: Path, name: str, text: str) -> Path:
 def test_a_run_is_called_like_its_recipe() -> None:
     cfg = load_config()
     assert (cfg.recipe, cfg.name) == ("tiny_ocr", "tiny_ocr")
-    assert load_config(["name=mine"]).name == "mine"
+    assert load_config(["name=mine", "debug=tiny"]).name == "mine"
+    assert load_config(["debug=tiny"]).name == "tiny_ocr_tiny", "what is tried does not take the folder of the run"
     cfg = load_config(["~recipe"])
     assert (cfg.recipe, cfg.name) == (None, "run")
 

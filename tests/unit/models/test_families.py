@@ -235,7 +235,10 @@ def test_what_is_cut_is_known_and_said_once(name: str, caplog: pytest.LogCapture
     (said,) = caplog.records
     assert said.name == "flowrl.models.policy" and said.levelname == "WARNING"
     assert f"1 of 2 prompts are longer than the {policy.max_tokens} tokens" in said.message
-    assert "(model.max_sequence_length)" in said.message and "the first is long." in said.message
+    assert (
+        "(model.max_sequence_length)" in said.message
+        and f'the first of them "{f"{longest} and more"[:200]}".' in said.message
+    )
 
 
 def test_no_dropout_and_no_gradient_but_the_actors(name: str) -> None:

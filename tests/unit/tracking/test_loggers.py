@@ -71,6 +71,16 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
     assert read_metrics(tmp_path / "metrics.jsonl") == expected
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_series_that_is_gone_is_reported_unless_it_was_another_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, elsewhere: bool
+) -> None:
+    log_steps(JSONLLogger(), replace(info(tmp_path, resumed_from=4), elsewhere=elsewhere), [5])
+    assert [record.message.endswith("begins anew after step 4") for record in caplog.records] == [True] * (
+        not elsewhere
+    )
+
+
 def test_a_fresh_run_forgets_everything(tmp_path: Path) -> None:
     log_steps(JSONLLogger(), info(tmp_path), range(3))
     log_steps(JSONLLogger(), info(tmp_path), range(1))
