@@ -52,11 +52,14 @@ def write_atomic(path: Path, data: bytes, mark: str = "", *, durable: bool = Tru
     """
     partial = _hidden(path, f"{mark}partial")
     partial.unlink(missing_ok=True)
-    if durable:
-        write_synced(partial, data)
-    else:
-        partial.write_bytes(data)
-    partial.replace(path)
+    try:
+        if durable:
+            write_synced(partial, data)
+        else:
+            partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # it would keep a full disk full
     if durable:
         sync(path.parent)
 

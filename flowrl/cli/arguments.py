@@ -23,6 +23,7 @@ from flowrl.config import ConfigError, Problem
 T = TypeVar("T")
 HELP = ("-h", "--help", "help")
 TEXTS = (str, str | None)
+CONFIG_DIR = "--config-dir"
 
 
 class Failure(Exception):
@@ -61,7 +62,7 @@ class Tool:
             print(self.usage())
             return 0
         try:
-            self._guarded(self.settings(arguments))
+            self._guarded(self.settings(spelt(arguments)))
         except ConfigError as error:
             print(self._complaint(error), file=sys.stderr)
             return 2
@@ -101,6 +102,19 @@ class Tool:
         count = len(error.problems)
         lines = [f"  {problem}".replace("\n", "\n    ") for problem in error.problems]
         return "\n".join([f"{self.name}: {count} problem{'s' if count > 1 else ''}.", *lines])
+
+
+def spelt(arguments: Sequence[str]) -> list[str]:
+    """`--config-dir FOLDER`, as `python -m flowrl` has it, is `config_dir=FOLDER` to tools."""
+    result, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == CONFIG_DIR and rest:
+            argument = f"config_dir={rest.pop(0)}"
+        elif argument.startswith(f"{CONFIG_DIR}="):
+            argument = f"config_dir={argument.partition('=')[2]}"
+        result.append(argument)
+    return result
 
 
 def parse(schema: type[T], arguments: Sequence[str]) -> T:
@@ -186,7 +200,7 @@ def new_folder(out: str) -> Iterator[Path]:
     except OSError as error:
         if error.filename is not None and not _lies_in(path.parent, str(error.filename)):
             raise
-        raise Failure(f"out={out} cannot be written: {error.strerror}.") from error
+        raise Failure(f"out={out} cannot be written: {error.strerror or error}.") from error
     except SafetensorError as error:  # which writes files of its own
         raise Failure(f"out={out} cannot be written: {error}") from error
 

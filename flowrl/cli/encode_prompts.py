@@ -19,10 +19,11 @@ ABOUT = """\
 Encodes the prompts of a run ahead, into the folder model.cache_dir: those of data.train and of all sets in
 trainer.eval.sets, and their negative prompts if sampler.guidance_scale asks for them."""
 EXAMPLES = """\
-The arguments are those of `python -m flowrl`, for the run itself or for its model and files alone:
+The arguments are those with which `python -m flowrl` is called for the run:
 
-  python -m flowrl.cli.encode_prompts recipe=NAME model.path=FOLDER model.cache_dir=embeddings
-  python -m flowrl.cli.encode_prompts model=z_image model.path=FOLDER model.cache_dir=embeddings data.train=mine.txt"""
+  python -m flowrl.cli.encode_prompts recipe=NAME model.path=FOLDER model.cache_dir=embeddings data.train=mine.txt"""
+
+CONFIG_DIR = "config_dir="
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class OfRun(Tool):
         from flowrl.build import build_run
         from flowrl.cli.compose import load_config
 
-        return build_run(load_config(arguments))
+        own = [argument for argument in arguments if argument.startswith(CONFIG_DIR)]
+        overrides = [argument for argument in arguments if argument not in own]
+        return build_run(load_config(overrides, own[-1].removeprefix(CONFIG_DIR) if own else None))
 
     def usage(self) -> str:
         """The page of `-h`."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.cli.arguments import Tool, new_folder, option
-from flowrl.config import Config, ConfigError, Evaluation, Problem, Sampler
+from flowrl.config import Config, ConfigError, Evaluation, Particular, Problem, Sampler
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
@@ -36,6 +39,7 @@ class Sample:
         "instead of a run's weights: a diffusers folder, a Hub id, or an option of `model`", None
     )
     family: str = option("the option of the group `model` that reads it, if there is no run", "sd3")
+    config_dir: str | None = option("a folder of your own options, like model/NAME.yaml", None)
     adapter: str | None = option("the folder of an exported adapter, to be put on `model`", None)
     samples_per_prompt: int = option("pictures of each", 1)
     seed: int = option("of the noise; a run's evaluations have trainer.eval.seed", Evaluation.seed)
@@ -57,17 +61,22 @@ def sample(settings: Sample) -> None:
     check(settings)
     prompts = _prompts(settings)
     run = _of_model(settings) if settings.run is None else open_run(Path(settings.run), settings.device, settings.model)
-    with new_folder(settings.out) as out, torch_settings(run):  # the kernels are those of the run, too
+    run = replace(run, sampler=_sampler(settings, run))
+    with new_folder(settings.out) as out, torch_settings(run), _own_names():  # the kernels are those of the run, too
+        problems = run.model.problems(run) if isinstance(run.model, Particular) else []
+        if problems:
+            raise ConfigError(*problems)
         policy, source = _opened(settings, run)
-        sampler = _sampler(settings, run)
-        groups = _drawn(settings, policy, sampler, prompts)
-        _write(out, groups, sampler, source, settings.seed)
+        groups = _drawn(settings, policy, run.sampler, prompts)
+        _write(out, groups, run.sampler, source, settings.seed)
     count = len(prompts) * settings.samples_per_prompt
     print(f"{settings.out}: {count} sample{'s' * (count > 1)} of {source}; all of them are in grid.png.")
 
 
 def check(settings: Sample) -> None:
     """Raise ConfigError for what cannot be meant."""
+    from flowrl.preflight.values import FPS
+
     problems = []
     if (settings.prompt is None) == (settings.prompts is None):
         problems.append(Problem("prompt", "either it or prompts must be set.", 'Write "prompt=A red cube".'))
@@ -80,12 +89,22 @@ def check(settings: Sample) -> None:
     least |= {"guidance_scale": 0}
     for name, low in least.items():
         value = vars(settings)[name]
-        if value is not None and not value >= low:
+        if value is not None and not (math.isfinite(value) and value >= low):
             problems.append(Problem(name, f"must be at least {low}, got {value}."))
-    if settings.fps is not None and not settings.fps > 0:
-        problems.append(Problem("fps", f"must be greater than 0, got {settings.fps}."))
+    if settings.fps is not None and not FPS[0] <= settings.fps <= FPS[1]:
+        problems.append(Problem("fps", f"must be from {FPS[0]:g} to {FPS[1]:g}, got {settings.fps}."))
     if problems:
         raise ConfigError(*problems)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """The sampler's settings are keys of the tool."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = (Problem(p.path.removeprefix("sampler."), p.message, p.hint) for p in error.problems)
+        raise ConfigError(*problems) from error
 
 
 def _prompts(settings: Sample) -> list[Prompt]:
@@ -129,10 +148,14 @@ def _of_model(settings: Sample) -> Config:
     from flowrl.flow.solvers import Euler
     from flowrl.types import PolicyConfig
 
-    shipped = any(choice.group == "model" and choice.name == settings.model for choice in choices())
-    cfg = load_config([f"model={settings.model if shipped else settings.family}"])
+    own = settings.config_dir
+    shipped = any(choice.group == "model" and choice.name == settings.model for choice in choices(own))
+    cfg = load_config([f"model={settings.model if shipped else settings.family}"], own)
     if not shipped:
         cfg.model.path = settings.model
+    elif cfg.model.get("path", "") is None:
+        message = f"{settings.model} is a family: it has no weights of its own."
+        raise ConfigError(Problem("model", message, f"Write model=FOLDER_OR_ID family={settings.model}."))
     model = build(cfg.model, "model", PolicyConfig)
     return Config(model=model, device=settings.device, sampler=Sampler(dynamics=ODE(), solver=Euler()))
 
@@ -150,11 +173,7 @@ def _drawn(settings: Sample, policy: Policy, sampler: Sampler, prompts: list[Pro
     from flowrl.rollout.native import NativeEngine
 
     noise = Noise.of(settings.seed, "evaluation")  # an evaluation with this seed draws the same
-    try:
-        engine = NativeEngine(policy, sampler, noise, settings.batch_size, deterministic=True)
-    except ConfigError as error:
-        problems = (Problem(p.path.removeprefix("sampler."), p.message, p.hint) for p in error.problems)
-        raise ConfigError(*problems) from error
+    engine = NativeEngine(policy, sampler, noise, settings.batch_size, deterministic=True)
     return list(engine.generate(fixed_groups(prompts, settings.samples_per_prompt), rollout_id=0))
 
 

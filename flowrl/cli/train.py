@@ -76,6 +76,8 @@ def train(cfg: DictConfig) -> Path:
         if start is not None:
             Terminal().out(f"{start.path}: the run goes on after step {start.step}.", highlight=False)
         record.begin(run, cfg, contract(run, cfg), start)
+        model = cfg.model.get("path") or type(run.model).__name__
+        Terminal().out(f"{run.run_dir}: loading {model}.", highlight=False)
         try:
             stopped_by = run.trainer.fit(run, start)
             if stopped_by is not None:

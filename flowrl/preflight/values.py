@@ -48,7 +48,6 @@ _AT_LEAST = {
     "checkpoint.max_failures": 1,
 }
 _POSITIVE = (
-    "sampler.fps",
     "actor.lora.alpha",
     "actor.optimizer.lr",
     "actor.optimizer.eps",
@@ -59,6 +58,9 @@ _POSITIVE = (
     "actor.timeout_s",
     "weight_sync.timeout_s",
 )
+FPS = (0.1, 1000.0)
+"""Outside of these a film cannot be written, or not be watched."""
+
 _DTYPES = ("float32", "bfloat16")
 _ONE_OF = {
     "device": ("auto", "cpu", "cuda"),
@@ -83,6 +85,8 @@ def ranges(run: Config) -> Iterator[Problem]:
     yield from below(run, "", _AT_LEAST)
     for path in _POSITIVE:
         yield from not_positive(path, attrgetter(path)(run))
+    if not FPS[0] <= run.sampler.fps <= FPS[1]:
+        yield Problem("sampler.fps", f"must be from {FPS[0]:g} to {FPS[1]:g}, got {run.sampler.fps}.")
     decay = run.actor.ema.decay
     if not 0 <= decay < 1:
         yield Problem("actor.ema.decay", f"must be in [0, 1), got {decay}.")

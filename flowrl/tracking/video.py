@@ -103,6 +103,8 @@ def _mp4(video: np.ndarray, fps: float) -> bytes:
     written: bytes = imageio.imwrite(
         "<bytes>", even, extension=".mp4", plugin="FFMPEG", fps=fps, codec="libx264", quality=8, macro_block_size=1
     )
+    if not written:  # ffmpeg says why on the terminal, and to nobody else
+        raise OSError(f"ffmpeg has written nothing of {len(video)} frames of {height} x {width} at fps={fps}")
     return written
 
 

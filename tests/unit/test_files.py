@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -70,6 +71,23 @@ def test_write_atomic_replaces(tmp_path: Path) -> None:
         write_atomic(tmp_path / "file", content)
         assert (tmp_path / "file").read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, durable: bool) -> None:
+    """What a full disk has taken of it would keep the disk full."""
+    path = tmp_path / "file"
+    write_atomic(path, b"old", durable=durable)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError):
+            write_atomic(path, b"new" * 1000, "mark.", durable=durable)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"old"]
 
 
 def test_remove_folder(tmp_path: Path) -> None:

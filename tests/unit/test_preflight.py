@@ -73,6 +73,7 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("sampler.guidance_scale", -1.0),
         ("sampler.frames", 5),  # of a model that draws pictures
         ("sampler.fps", 0.0),
+        ("sampler.fps", 1e9),
         ("data.train_batch_size", 0),
         ("actor.lora.rank", 0),
         ("actor.lora.alpha", 0.0),

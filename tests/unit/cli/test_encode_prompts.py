@@ -45,9 +45,7 @@ def test_prompts_that_are_cut_are_counted(
         tiny_folder, tmp_path, "run", f"model.cache_dir={tmp_path / 'embeddings'}", f"data.train={file}"
     )
     said = encoded([*arguments, "data.target=none", "trainer.eval.sets={}"], capsys).splitlines()
-    assert said[1].startswith(
-        "1 of them are longer than the 12 tokens that are read of one (model.max_sequence_length)"
-    )
+    assert said[1].startswith("1 of them are longer than the 12 tokens that are read of one, and are cut off")
 
 
 def test_prompts_of_another_task_are_refused_as_for_a_run(

@@ -35,9 +35,38 @@ def test_a_file_for_each_sample_and_all_of_them_in_a_grid(tmp_path: Path, num_fr
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"frames": 0}, "frames: must be at least 1, got 0."), ({"fps": 0.0}, "fps: must be greater than 0, got 0.0.")],
+    [
+        ({"frames": 0}, "frames: must be at least 1, got 0."),
+        ({"fps": 0.0}, "fps: must be from 0.1 to 1000, got 0.0."),
+        ({"fps": float("inf")}, "fps: must be from 0.1 to 1000, got inf."),
+        ({"guidance_scale": float("inf")}, "guidance_scale: must be at least 0, got inf."),
+    ],
 )
-def test_impossible_videos(arguments: dict[str, int], message: str) -> None:
+def test_impossible_values(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(sample.ConfigError) as caught:
         sample.check(sample.Sample(out="x", prompt="A", model="tiny_sd3", **arguments))
     assert str(caught.value) == message
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert sample.TOOL.command(["prompt=A", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_model_refuses_here_what_it_refuses_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the tool's own words, and before anything is read."""
+    said = refusal(capsys, "model=some/flux", "family=flux", "guidance_scale=3", f"out={tmp_path / 'out'}")
+    assert "  guidance_scale: must be 1 for FLUX.1" in said and "sampler." not in said
+    said = refusal(capsys, "model=z_image", f"out={tmp_path / 'out'}")
+    assert "model: z_image is a family: it has no weights of its own. Write model=FOLDER_OR_ID family=z_image." in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("spelling", ["config_dir={}", "--config-dir={}", "--config-dir {}"])
+def test_a_family_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], spelling: str) -> None:
+    option = tmp_path / "options/model/mine.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("_target_: flowrl.models.sd3.SD3\npath: null\n")
+    folder = spelling.format(tmp_path / "options").split()
+    said = refusal(capsys, *folder, "family=mine", f"model={tmp_path / 'nowhere'}", f"out={tmp_path / 'out'}")
+    assert f"model.path={tmp_path / 'nowhere'}" in said and "there is no such folder" in said
