@@ -381,6 +381,15 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class OwnSolver(Protocol):
+    """A `Policy` whose folder describes a solver that flowrl has, too."""
+
+    def check_solver(self, solver: Solver) -> None:
+        """Raise `LoadError` if `solver` goes by the name of the folder's, but takes other steps."""
+        ...
+
+
+@runtime_checkable
 class PolicyConfig(Protocol):
     """Where a policy comes from: a frozen dataclass, cheap to build and to pickle (`model` in the configuration)."""
 

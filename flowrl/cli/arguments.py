@@ -176,6 +176,16 @@ def _of_path(message: str) -> Problem:
 
 
 @contextmanager
+def own_names(prefix: str) -> Iterator[None]:
+    """Keys of a tool, where what it calls speaks of a run's: `sampler.height` is `height`."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = (Problem(p.path.removeprefix(prefix), p.message, p.hint) for p in error.problems)
+        raise ConfigError(*problems) from error
+
+
+@contextmanager
 def new_folder(out: str) -> Iterator[Path]:
     """Yields an empty folder to fill, which appears as `out` when the block ends, or not at all.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.cli.arguments import Tool, new_folder, option
+from flowrl.cli.arguments import Tool, new_folder, option, own_names
 from flowrl.config import Config, ConfigError, Evaluation, Particular, Problem, Sampler
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def sample(settings: Sample) -> None:
     prompts = _prompts(settings)
     run = _of_model(settings) if settings.run is None else open_run(Path(settings.run), settings.device, settings.model)
     run = replace(run, sampler=_sampler(settings, run))
-    with new_folder(settings.out) as out, torch_settings(run), _own_names():  # the kernels are those of the run, too
+    with new_folder(settings.out) as out, torch_settings(run), own_names("sampler."):  # the kernels are a run's
         problems = run.model.problems(run) if isinstance(run.model, Particular) else []
         if problems:
             raise ConfigError(*problems)
@@ -95,16 +93,6 @@ def check(settings: Sample) -> None:
         problems.append(Problem("fps", f"must be from {FPS[0]:g} to {FPS[1]:g}, got {settings.fps}."))
     if problems:
         raise ConfigError(*problems)
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """The sampler's settings are keys of the tool."""
-    try:
-        yield
-    except ConfigError as error:
-        problems = (Problem(p.path.removeprefix("sampler."), p.message, p.hint) for p in error.problems)
-        raise ConfigError(*problems) from error
 
 
 def _prompts(settings: Sample) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def compare(run: Config, model: Exportable, trained: Trained, folder: Path, adap
         start, base, trainers = _of_trainer(run, exact.load(device), exact == run.model, trained, sampler)
         release()
         exported = model.draw(folder, adapter, PROMPTS, start, sampler)
-    return Differences(_largest(exported - trainers), _largest(exported - base))
+    return Differences(largest(exported - trainers), largest(exported - base))
 
 
 def _of_trainer(
@@ -61,12 +62,11 @@ def _of_trainer(
     """x_T, and x_0 of it by the base and by the trained weights."""
     if is_base:
         check_base(policy, trained)
-    shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
-    start = Noise.of(0, "verification").normal(shape, [(i,) for i in range(len(PROMPTS))]).to(policy.device)
+    start = noise(policy, sampler, len(PROMPTS))
     settle(policy)
-    base = _drawn(policy, start, sampler)
+    base = drawn(policy, PROMPTS, start, sampler)
     install(policy, run.actor, trained)
-    return start, base, _drawn(policy, start, sampler)
+    return start, base, drawn(policy, PROMPTS, start, sampler)
 
 
 def release() -> None:
@@ -75,10 +75,17 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
+def noise(policy: Policy, sampler: Sampler, count: int) -> Tensor:
+    """x_T of as many samples, on the policy's device."""
+    shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
+    return Noise.of(0, "verification").normal(shape, [(i,) for i in range(count)]).to(policy.device)
+
+
 @torch.no_grad()
-def _drawn(policy: Policy, start: Tensor, sampler: Sampler) -> Tensor:
+def drawn(policy: Policy, prompts: Sequence[Prompt], start: Tensor, sampler: Sampler) -> Tensor:
+    """x_0 of `start` by Euler's steps on the model's own schedule."""
     sigmas = policy.schedule().sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
-    conditions = policy.encode(PROMPTS)
+    conditions = policy.encode(prompts, sampler.guidance_scale)
 
     def velocity(sample: Tensor, sigma: Tensor) -> Tensor:
         return policy.velocity(sample, sigma.expand(len(sample)), conditions)
@@ -86,5 +93,6 @@ def _drawn(policy: Policy, start: Tensor, sampler: Sampler) -> Tensor:
     return Euler().solve(velocity, start, sigmas.to(start.device))
 
 
-def _largest(difference: Tensor) -> float:
+def largest(difference: Tensor) -> float:
+    """Of any element."""
     return float(difference.abs().max())

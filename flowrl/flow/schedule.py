@@ -50,8 +50,17 @@ def exponential_shift(t: np.ndarray, mu: float) -> np.ndarray:
     return shifted
 
 
-def unit_grid(num_steps: int) -> np.ndarray:
-    """1, 1 - 1/N, ..., 1/N in float32, as diffusers holds the sigmas that a pipeline passes."""
+UNIT_GRIDS = ("linspace", "linspace_float32")
+
+
+def unit_grid(num_steps: int, grid: str = "linspace") -> np.ndarray:
+    """1, 1 - 1/N, ..., 1/N in float32, as diffusers holds the sigmas that a pipeline passes.
+
+    Most pipelines compute them in float64 ("linspace"), Z-Image's in float32 ("linspace_float32"): last bits differ.
+    """
+    if grid == "linspace_float32":
+        computed: np.ndarray = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float32, device="cpu").numpy()
+        return computed
     return np.linspace(1, 1 / num_steps, num_steps).astype(np.float32)
 
 
@@ -66,6 +75,7 @@ class StaticShift(Schedule):
       flow_grpo, DiffusionNFT, Flow-Factory and verl-omni use it for SD3.
     * "linspace": 1, 1 - 1/N, ..., 1/N, which ends ..., 0.429, 0.25, 0. DanceGRPO, MixGRPO and UniRL use it, and so
       does a pipeline that is given `sigmas=`.
+    * "linspace_float32": the same with Z-Image's rounding.
     """
 
     shift: float = 3.0
@@ -73,12 +83,12 @@ class StaticShift(Schedule):
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.shift) and self.shift > 0, self, "shift", "a number > 0")
-        require_one_of(self, "grid", ("diffusers", "linspace"))
+        require_one_of(self, "grid", ("diffusers", *UNIT_GRIDS))
 
     def nonzero_sigmas(self, num_steps: int, image_seq_len: int | None) -> np.ndarray:
         """See `Schedule.sigmas`; the image size does not matter."""
-        if self.grid == "linspace":
-            return static_shift(unit_grid(num_steps), self.shift)
+        if self.grid in UNIT_GRIDS:
+            return static_shift(unit_grid(num_steps, self.grid), self.shift)
         lowest = static_shift(np.array([1 / 1000], np.float32), self.shift)  # float32, like diffusers' sigma_min
         return static_shift(np.linspace(1, float(lowest[0]), num_steps), self.shift)
 
@@ -88,7 +98,7 @@ class DynamicShift(Schedule):
     """An exponential shift by mu, which is linear in the number of image tokens.
 
     The defaults are FLUX.1-dev's. Qwen-Image has max_shift 0.9, max_seq_len 8192 and terminal 0.02: with `terminal`
-    the schedule is stretched so that its last sigma before 0 is exactly that.
+    the schedule is stretched so that its last sigma before 0 is exactly that. `grid`: see `unit_grid`.
     """
 
     base_shift: float = 0.5
@@ -96,10 +106,12 @@ class DynamicShift(Schedule):
     base_seq_len: int = 256
     max_seq_len: int = 4096
     terminal: float | None = None
+    grid: str = "linspace"
 
     def __post_init__(self) -> None:
         require(self.max_seq_len > self.base_seq_len, self, "max_seq_len", f"> base_seq_len = {self.base_seq_len}")
         require(self.terminal is None or 0 < self.terminal < 1, self, "terminal", "None or a number between 0 and 1")
+        require_one_of(self, "grid", UNIT_GRIDS)
 
     def mu(self, image_seq_len: int) -> float:
         """The shift's logarithm: base_shift at base_seq_len tokens, max_shift at max_seq_len."""
@@ -108,7 +120,7 @@ class DynamicShift(Schedule):
 
     def nonzero_sigmas(self, num_steps: int, image_seq_len: int | None) -> np.ndarray:
         """See `Schedule.sigmas`."""
-        sigmas = exponential_shift(unit_grid(num_steps), self.mu(_needed(self, image_seq_len)))
+        sigmas = exponential_shift(unit_grid(num_steps, self.grid), self.mu(_needed(self, image_seq_len)))
         if self.terminal is None:
             return sigmas
         if num_steps == 1:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.files import sha256, sha256_of, write_atomic
+from flowrl.files import sha256, write_atomic
 from flowrl.models.embeddings import Text
-from flowrl.models.loading import content_fingerprint, tensor_sha256
+from flowrl.models.loading import content_fingerprint, network_settings, tensor_sha256, tokenizer_hashes
 from flowrl.types import LoadError
 
 FORMAT = "1"  # of what is kept: to be raised when an adapter makes other embeddings of the same text
@@ -40,8 +39,8 @@ def encoding_fingerprint(
         tokenizers: of transformers, by name; the content of their files counts, wherever those lie.
         settings: what else does, such as the kind of device, whose kernels round in their own way.
     """
-    configs = {name: _content(json.loads(encoder.config.to_json_string(False))) for name, encoder in encoders.items()}
-    files = {name: _file_hashes(tokenizer) for name, tokenizer in tokenizers.items()}
+    configs = {name: network_settings(encoder) for name, encoder in encoders.items()}
+    files = {name: tokenizer_hashes(tokenizer) for name, tokenizer in tokenizers.items()}
     versions = {name: version(name) for name in LIBRARIES} | {name: _version(name) for name in OPTIONAL_LIBRARIES}
     whole = {"format": FORMAT, "configs": configs, "tokenizers": files, "versions": versions, "settings": settings}
     return content_fingerprint(encoders, whole | {"kernels": _kernels()})
@@ -61,19 +60,6 @@ def _kernels() -> dict[str, Any]:
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "float32": torch.get_float32_matmul_precision(),
     }
-
-
-def _content(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without where it was read from, and by what it was written."""
-    kept = {name: value for name, value in config.items() if name[0] != "_" and name != "transformers_version"}
-    return {name: _content(value) if isinstance(value, Mapping) else value for name, value in sorted(kept.items())}
-
-
-def _file_hashes(tokenizer: Any) -> dict[str, str]:
-    tokenizer("")  # else the last call's truncation and padding would be saved, too
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
 
 
 class Damaged(Exception):
@@ -109,7 +95,8 @@ class EmbeddingFiles:
             log.warning("%s: %s: the text is encoded again, and the file replaced.", path, error)
             return None
         except OSError as error:
-            raise LoadError(f"model.cache_dir={self.folder}: {path.name} cannot be read: {error.strerror}.") from error
+            reason = error.strerror or error  # safetensors' own have none
+            raise LoadError(f"model.cache_dir={self.folder}: {path.name} cannot be read: {reason}.") from error
 
     def put(self, text: str, row: Text) -> None:
         """Write the one row of `text`. Raises LoadError if the folder cannot be written."""
@@ -150,6 +137,8 @@ def _read(path: Path, labels: Mapping[str, str]) -> Text:
         raise Damaged(f"is of other {' and '.join(wrong)}")
     if found.get("sha256") != _checksum(tensors):
         raise Damaged("has another checksum than it was written with")
+    if "embeds" not in tensors or not tensors.keys() <= {part.name for part in fields(Text)}:
+        raise Damaged(f"holds {', '.join(tensors)}, which is no text's embeddings")
     return Text(**tensors)
 
 

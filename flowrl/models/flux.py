@@ -123,9 +123,9 @@ class FluxPolicy(PackedPolicy):
             hint = "For guidance by a negative prompt set sampler.guidance_scale."
             raise ConfigError(Problem("model.embedded_guidance", message, hint))
 
-    def schedule(self) -> Schedule:
+    def read_schedule(self, scheduler: Any) -> Schedule:
         """1, ..., 1/N with the shift that `scheduler/scheduler_config.json` says: dynamic for dev, none for schnell."""
-        return euler_schedule(self.pipeline.scheduler.config, own_grid=False)
+        return euler_schedule(scheduler, grid="linspace")
 
     def embed(self, text: str) -> Text:
         """T5's embeddings, of fixed length, and CLIP's pooled ones."""

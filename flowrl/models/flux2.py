@@ -17,7 +17,7 @@ from flowrl.models.latents import positions
 from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import JOINT_ATTENTION, PipelinePolicy
 from flowrl.models.published.flux2 import SIZES
-from flowrl.models.schedules import euler_schedule
+from flowrl.models.schedules import OWN_SCHEDULE, euler_schedule
 from flowrl.prompts import Prompt
 from flowrl.types import LoadError
 
@@ -95,16 +95,16 @@ class Flux2Policy(PipelinePolicy):
             message = f"must be {num} numbers from 0 to {encoder.num_hidden_layers} for {self}, got {list(layers)}."
             raise ConfigError(Problem("model.text_encoder_layers", message))
 
-    def schedule(self) -> Schedule:
+    def read_schedule(self, scheduler: Any) -> Schedule:
         """1, ..., 1/N, shifted by how many tokens and steps there are; a folder's own bounds of the shift mean nothing.
 
         A folder that says `use_dynamic_shifting: false` has its static shift.
         """
-        schedule = euler_schedule(self.pipeline.scheduler.config, own_grid=False)
+        schedule = euler_schedule(scheduler, grid="linspace")
         if not isinstance(schedule, DynamicShift):
             return schedule
         if schedule.terminal is not None:
-            raise LoadError("scheduler_config.json sets shift_terminal: set sampler.schedule to a schedule of flowrl.")
+            raise LoadError(f"scheduler_config.json has shift_terminal={schedule.terminal}: {OWN_SCHEDULE}.")
         return Flux2Empirical()
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -152,12 +152,10 @@ class Flux2Policy(PipelinePolicy):
         velocity: Tensor = tokens.mT.unflatten(2, (height, width))
         return velocity
 
-    def decoded(self, latents: Tensor) -> Tensor:
+    def for_vae(self, latents: Tensor) -> Tensor:
         """See `PipelinePolicy`."""
-        vae = self.pipeline.vae
-        mean, std = statistics(vae, latents)
-        pixels: Tensor = vae.decode(pixel_shuffle(latents * std + mean, 2).to(vae.dtype), return_dict=False)[0]
-        return pixels
+        mean, std = statistics(self.pipeline.vae, latents)
+        return pixel_shuffle(latents * std + mean, 2)
 
 
 def statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:

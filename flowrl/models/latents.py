@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,25 @@ def positions(*sizes: int, device: torch.device) -> Tensor:
     """Coordinates on a grid of these sizes, the last axis fastest: int64 [product of sizes, axes] (FLUX, FLUX.2)."""
     grid: Tensor = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
     return grid
+
+
+def check_scaling(vae: Any) -> None:
+    """Raise ValueError unless an autoencoder's settings hold the numbers by which latents are scaled for it."""
+    config = vae.config
+    factors = {name: config[name] for name in ("scaling_factor", "batch_norm_eps") if name in config}
+    if config.get("shift_factor") is not None:
+        factors["shift_factor"] = config["shift_factor"]
+    for name, value in factors.items():
+        if not _are_numbers([value]):
+            raise ValueError(f"config.json has {name}={value!r}, which is no number.")
+    for name in () if "scaling_factor" in config else ("latents_mean", "latents_std"):
+        values = config.get(name)
+        if name in config and not (_are_numbers(values) and len(values) == config["z_dim"]):
+            raise ValueError(f"config.json has {name}={values!r}, which is not a number for each channel.")
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
 
 
 def unscaled(latents: Tensor, vae: Any) -> Tensor:

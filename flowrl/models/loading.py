@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from flowrl.files import sha256_of
 from flowrl.types import LoadError
 
 INSIDE_PACKAGE = "pkg://"
@@ -34,7 +36,10 @@ def local_folder(path: str, revision: str | None, family: Any) -> Path:
     """
     if path.startswith(INSIDE_PACKAGE):
         package, _, inside = path.removeprefix(INSIDE_PACKAGE).partition("/")
-        return Path(str(resources.files(package) / inside))
+        try:
+            return Path(str(resources.files(package) / inside))
+        except (ImportError, TypeError, ValueError) as error:  # none, a module, and no name at all
+            raise LoadError(f"model.path={path}: there is no installed package {package!r}.") from error
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -118,6 +123,43 @@ def tensor_sha256(tensor: Tensor) -> str:
     """Of a tensor's bytes, in hexadecimal."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+ORIGIN = {"architectures", "dtype", "is_local", "local_files_only", "transformers_version"}
+"""Settings that say where something was read from and how, or by what it was written, not what it computes."""
+
+
+OF_CALLS = {"max_length", "pad_to_multiple_of", "stride", "truncation_strategy"}
+"""What a tokenizer is called with."""
+
+
+def network_settings(network: Any) -> dict[str, Any]:
+    """What the configuration of a network of diffusers or transformers says, wherever it comes from."""
+    from transformers import PreTrainedModel
+
+    found = network.config.to_json_string(False) if isinstance(network, PreTrainedModel) else network.to_json_string()
+    return _content(json.loads(found))
+
+
+def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
+    """SHA-256 of each file that a tokenizer of transformers is saved as, wherever it comes from."""
+    tokenizer("")  # else the last call's truncation and padding would be saved, too
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        config = Path(folder) / "tokenizer_config.json"
+        said = _content(json.loads(config.read_text(encoding="utf-8")))
+        # One that was saved after a call has its arguments among the settings when it is read, and all defaults.
+        settings = {name: value for name, value in said.items() if name not in OF_CALLS}
+        settings |= {"padding_side": tokenizer.padding_side, "truncation_side": tokenizer.truncation_side}
+        settings |= {"pad_token_type_id": tokenizer.pad_token_type_id}
+        config.write_text(json.dumps(settings, sort_keys=True), encoding="utf-8")
+        return {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
+
+
+def _content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without where they were read from, and by what they were written."""
+    kept = {name: value for name, value in settings.items() if name[0] != "_" and name not in ORIGIN}
+    return {name: _content(value) if isinstance(value, Mapping) else value for name, value in sorted(kept.items())}
 
 
 @contextmanager

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowrl.config import Config, Problem, Sampler
 from flowrl.models.folders import (
     PipelineFolder,
     check_tokenizer,
-    check_vocabulary,
     odd_contents,
     outline,
     read_network,
+    read_other,
 )
+from flowrl.models.latents import check_scaling
 from flowrl.models.loading import in_one_sentence, is_folder, local_folder, quiet
 from flowrl.models.policy import PipelinePolicy
 from flowrl.models.untrained import Published, assemble
@@ -39,8 +41,10 @@ class PipelineModel(ABC):
 
     path: str | None = None
     revision: str | None = None  # of a Hub id: branch, tag or commit
-    init: str = "pretrained"  # pretrained | random: the published architecture, untrained, without `path`
-    size: str = "full"  # of a random model: tiny | full | the family's variants
+    init: str = (
+        "pretrained"  # pretrained | random: the published architecture, untrained, without `path` | tiny: like it
+    )
+    size: str = "full"  # which of the family's architectures that is: full | its variants | a tiny one
     task: str = "t2i"  # t2i | t2v
     dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16
     max_sequence_length: int | None = 512  # text tokens; null where a family says what it means
@@ -62,9 +66,12 @@ class PipelineModel(ABC):
             why = " float16 gradients need loss scaling, which flowrl does not do." if self.dtype == "float16" else ""
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}.{why}")
         family = type(self).__name__
-        if self.init == "random" and not self.sizes:
-            raise ValueError(f"init must be pretrained for {family}, which has no random build.")
-        choices = {"init": ("pretrained", "random"), "size": tuple(self.sizes) or (self.size,), "task": self.tasks}
+        if self.init != "pretrained" and not self.sizes:
+            hint = "debug=tiny needs one, debug=short does not."
+            raise ValueError(f"init must be pretrained for {family}, which has no random build (no `sizes`): {hint}")
+        choices = {"init": ("pretrained", "random", "tiny"), "task": self.tasks}
+        if self.init == "random":
+            choices["size"] = tuple(self.sizes)
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -76,7 +83,7 @@ class PipelineModel(ABC):
 
     def __str__(self) -> str:
         """What messages call it."""
-        return f"a random {type(self).__name__}" if self.init == "random" else str(self.path)
+        return str(self.path) if self.init == "pretrained" else f"a random {type(self).__name__}"
 
     def problems(self, run: Config) -> list[Problem]:
         """What is missing, and what cannot be used."""
@@ -87,7 +94,9 @@ class PipelineModel(ABC):
         if self.init == "pretrained" and self.path and self.revision is not None and is_folder(self.path):
             message = f"is of a Hub id, but model.path={self.path} is a folder, which has no revisions."
             problems.append(Problem("model.revision", message, "Set it to null."))
-        if self.cache_dir is not None and Path(self.cache_dir).expanduser().is_file():
+        if self.cache_dir is not None and not self.cache_dir.strip():
+            problems.append(Problem("model.cache_dir", f"must be null or a folder, got {self.cache_dir!r}."))
+        elif self.cache_dir is not None and Path(self.cache_dir).expanduser().is_file():
             problems.append(Problem("model.cache_dir", f"must be a folder; {self.cache_dir} is a file."))
         return problems
 
@@ -131,20 +140,28 @@ class PipelineModel(ABC):
 
     def load(self, device: torch.device) -> PipelinePolicy:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
-        pipeline = self._assembled(device) if self.init == "random" else self._read(self.folder())
+        pipeline = self._read(self.folder()) if self.init == "pretrained" else self._assembled(device)
+        with self.reading("vae"):
+            check_scaling(pipeline.vae)
         pipeline.vae.to(device)
         return self.resolved(pipeline).policy(pipeline, device)
 
     def load_encoders(self, device: torch.device) -> PipelinePolicy:
         """A policy that can encode texts and no more: of other networks it has the shapes alone, without memory."""
-        random, encoders = self.init == "random", self.encoders
+        pretrained, encoders = self.init == "pretrained", self.encoders
         with quiet():  # of networks without weights, too
-            pipeline = self._assembled(device, encoders) if random else self._read(self.folder(), encoders)
+            pipeline = self._read(self.folder(), encoders) if pretrained else self._assembled(device, encoders)
         return self.resolved(pipeline).policy(pipeline, device)
+
+    def _untrained(self) -> Published:
+        """`size` itself, or its miniature: the family's, unless it has one of its own."""
+        if self.init == "random":
+            return self.sizes[self.size]
+        return self.sizes.get(f"tiny_{self.size}", self.sizes["tiny"])
 
     def _assembled(self, device: torch.device, only: Collection[str] | None = None) -> Any:
         return assemble(
-            self.sizes[self.size],
+            self._untrained(),
             self.pipeline_class(),
             dtype=getattr(torch, self.dtype),
             device=device,
@@ -157,21 +174,33 @@ class PipelineModel(ABC):
         """The pipeline in a folder, whole, or with weights for some of its networks alone."""
         family, tokenizers = self.pipeline_class(), {name: _tokenizer(name) for name in self.encoders}
         needed = {"transformer", "vae", "scheduler", *tokenizers, *tokenizers.values()}.difference(self.optional)
-        with in_one_sentence(f"model.path={self.path}"), quiet(), odd_contents(path):
+        with self.reading():
             folder = PipelineFolder.read(path, family.__name__)
             present = {encoder: name for encoder, name in tokenizers.items() if encoder in folder.parts}
             folder.check(needed.union(present.values()))
-            for name in present.values():
-                check_vocabulary(folder.type_of(name), path / name)
-            networks: dict[str, Any] = dict.fromkeys(name for name in self.optional if name not in folder.parts)
-            for name, cls in folder.networks().items():
-                dtype = torch.float32 if name in self.float32_parts else getattr(torch, self.dtype)
-                read = read_network if only is None or name in only else outline
-                networks[name] = read(cls, path / name, dtype)
-            pipeline = family.from_pretrained(str(path), **networks)
-            for encoder, name in present.items():
-                check_tokenizer(pipeline.components[name], path / name, networks[encoder])
-        return pipeline
+            types = folder.types()
+        parts: dict[str, Any] = dict.fromkeys(name for name in self.optional if name not in folder.parts)
+        for name, cls in types.items():
+            with self.reading(name):
+                parts[name] = self._part(cls, path / name, only)
+        for encoder, name in present.items():
+            with self.reading(name):
+                check_tokenizer(parts[name], path / name, parts[encoder])
+        with self.reading():
+            return family.from_pretrained(str(path), **parts)
+
+    def _part(self, cls: Any, folder: Path, only: Collection[str] | None) -> Any:
+        if not issubclass(cls, nn.Module):
+            return read_other(cls, folder)
+        dtype = torch.float32 if folder.name in self.float32_parts else getattr(torch, self.dtype)
+        read = read_network if only is None or folder.name in only else outline
+        return read(cls, folder, dtype)
+
+    @contextmanager
+    def reading(self, part: str = "") -> Iterator[None]:
+        """What cannot be read of the folder, or of one of its parts, as one `LoadError` that says where it lies."""
+        with in_one_sentence(f"model.path={self.path}{f': {part}' if part else ''}"), quiet(), odd_contents():
+            yield
 
     # ------------------------------------------------------------------------------------------ for exports
 

@@ -20,9 +20,9 @@ from flowrl.flow.schedule import Schedule
 from flowrl.models.embedding_files import EmbeddingFiles, encoding_fingerprint
 from flowrl.models.embeddings import EmbeddingCache, Text, TextConditions
 from flowrl.models.latents import unscaled
-from flowrl.models.loading import content_fingerprint, quiet
+from flowrl.models.loading import content_fingerprint, network_settings, quiet, tokenizer_hashes
 from flowrl.prompts import Prompt
-from flowrl.types import Conditions
+from flowrl.types import Conditions, DivergedError
 
 if TYPE_CHECKING:
     from flowrl.models.pipeline import PipelineModel
@@ -70,8 +70,8 @@ class PipelinePolicy(ABC):
     # ------------------------------------------------------------------------------------------ each family's own
 
     @abstractmethod
-    def schedule(self) -> Schedule:
-        """See `types.Policy.schedule`."""
+    def read_schedule(self, scheduler: Any) -> Schedule:
+        """What the pipeline's scheduler, an object of diffusers, samples with. Raises LoadError if flowrl cannot."""
 
     @abstractmethod
     def embed(self, text: str) -> Text:
@@ -91,10 +91,14 @@ class PipelinePolicy(ABC):
     def forward(self, sample: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """The velocity without guidance, [B, ...], of sample [B, ...] and sigma [B], float32; called under autocast."""
 
+    def for_vae(self, latents: Tensor) -> Tensor:
+        """Final latents as the autoencoder takes them; here by the factor and the shift of an `AutoencoderKL`."""
+        return unscaled(latents, self.pipeline.vae)
+
     def decoded(self, latents: Tensor) -> Tensor:
-        """Pixels in -1..1, [B, 3, H, W] or [B, 3, F, H, W], of final latents; here for an `AutoencoderKL`."""
+        """Pixels in -1..1, [B, 3, H, W] or [B, 3, F, H, W], of final latents."""
         vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unscaled(latents, vae).to(vae.dtype), return_dict=False)[0]
+        pixels: Tensor = vae.decode(self.for_vae(latents).to(vae.dtype), return_dict=False)[0]
         return pixels
 
     @abstractmethod
@@ -122,6 +126,13 @@ class PipelinePolicy(ABC):
     def guide(self, conditional: Tensor, unconditional: Tensor, scale: float, sigma: Tensor) -> Tensor:
         """v_u + g (v_c - v_u), all [B, ...], at sigma [B]."""
         return unconditional + scale * (conditional - unconditional)
+
+    # ------------------------------------------------------------------------------------------ noise schedule
+
+    def schedule(self) -> Schedule:
+        """See `types.Policy.schedule`. Raises LoadError for a scheduler that flowrl has no equal of."""
+        with self.config.reading("scheduler"):
+            return self.read_schedule(self.pipeline.scheduler)
 
     # ------------------------------------------------------------------------------------------ text
 
@@ -215,14 +226,16 @@ class PipelinePolicy(ABC):
     def _encoders(self) -> dict[str, nn.Module]:
         return {name: part for name, part in self._parts().items() if name in self.config.encoders}
 
-    def _encoding(self) -> str:
-        """The fingerprint of what makes embeddings of texts."""
+    def _tokenizers(self) -> dict[str, Any]:
         from transformers import PreTrainedTokenizerBase
 
         parts = sorted(self.pipeline.components.items())
-        tokenizers = {name: part for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
+        return {name: part for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
+
+    def _encoding(self) -> str:
+        """The fingerprint of what makes embeddings of texts."""
         settings = {**self.config.encoding(), "device": self.device.type}
-        return encoding_fingerprint(self._encoders(), tokenizers, settings)
+        return encoding_fingerprint(self._encoders(), self._tokenizers(), settings)
 
     # ------------------------------------------------------------------------------------------ velocity, pictures
 
@@ -243,10 +256,19 @@ class PipelinePolicy(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:
-        """uint8 [B, H, W, 3] or [B, F, H, W, 3], with the rounding of diffusers' image processor."""
+        """uint8 [B, H, W, 3] or [B, F, H, W, 3], with the rounding of diffusers' image processor.
+
+        Raises DivergedError for pixels that are not finite, which would be black.
+        """
         pictures = []
         for chunk in latents.split(self.config.decode_batch_size):
-            pixels = (self.decoded(chunk).float() * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).cpu().numpy()
+            decoded = self.decoded(chunk).float()
+            if not bool(decoded.isfinite().all()):
+                raise DivergedError(
+                    f"the autoencoder of {self} decodes latents to pixels that are not finite. Its own weights are "
+                    "damaged, or training has driven the latents out of its range: then lower actor.optimizer.lr."
+                )
+            pixels = (decoded * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).cpu().numpy()
             pictures.append((pixels * 255).round().astype(np.uint8))
         return np.concatenate(pictures)
 
@@ -283,9 +305,12 @@ class PipelinePolicy(ABC):
         return {name: part for name, part in sorted(self.pipeline.components.items()) if isinstance(part, nn.Module)}
 
     def fingerprint(self) -> str:
-        """Of all networks, the noise schedule and the pipeline's own settings."""
-        settings = {name: value for name, value in self.pipeline.config.items() if isinstance(value, float | int | str)}
-        return content_fingerprint(self._parts(), {**settings, **self.pipeline.scheduler.config})
+        """Of all networks with their settings, the tokenizers, the noise schedule and the pipeline's own settings."""
+        options = {name: value for name, value in self.pipeline.config.items() if isinstance(value, float | int | str)}
+        settings: dict[str, Any] = {**options, **self.pipeline.scheduler.config}
+        settings["networks"] = {name: network_settings(part) for name, part in self._parts().items()}
+        settings["tokenizers"] = {name: tokenizer_hashes(part) for name, part in self._tokenizers().items()}
+        return content_fingerprint(self._parts(), settings)
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """`transformer/`, which the family's class in diffusers reads."""

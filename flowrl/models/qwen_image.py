@@ -77,9 +77,9 @@ class QwenImagePolicy(PackedPolicy):
         super().__init__(config, pipeline, device)
         self.blocks = (QwenImageTransformerBlock,)
 
-    def schedule(self) -> Schedule:
+    def read_schedule(self, scheduler: Any) -> Schedule:
         """Dynamic shift, stretched so that the last step begins at 0.02, as `scheduler/scheduler_config.json` says."""
-        return euler_schedule(self.pipeline.scheduler.config, own_grid=False)
+        return euler_schedule(scheduler, grid="linspace")
 
     def embed(self, text: str) -> Text:
         """The last hidden states of Qwen2.5-VL over `text` in its template, without the template's beginning."""
@@ -116,8 +116,10 @@ class QwenImagePolicy(PackedPolicy):
         length = pack(conditional).norm(dim=-1, keepdim=True)
         return unpack(guided * (length / guided.norm(dim=-1, keepdim=True)), *conditional.shape[-2:])
 
+    def for_vae(self, latents: Tensor) -> Tensor:
+        """See `PipelinePolicy`: a video of one frame."""
+        return unstandardised(latents[:, :, None], self.pipeline.vae)
+
     def decoded(self, latents: Tensor) -> Tensor:
-        """See `PipelinePolicy`: a video of one frame for the autoencoder."""
-        vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unstandardised(latents[:, :, None], vae).to(vae.dtype), return_dict=False)[0]
-        return pixels[:, :, 0]
+        """See `PipelinePolicy`."""
+        return super().decoded(latents)[:, :, 0]

@@ -18,6 +18,8 @@ from flowrl.models.published.sd3 import SIZES
 from flowrl.models.schedules import euler_schedule
 from flowrl.prompts import Prompt
 
+MAX_SEQUENCE_LENGTH = 512  # the pipeline takes no more
+
 
 @dataclass(frozen=True)
 class SD3(PipelineModel):
@@ -30,6 +32,12 @@ class SD3(PipelineModel):
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional: ClassVar[tuple[str, ...]] = ("text_encoder_3", "tokenizer_3")
     sizes: ClassVar = SIZES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_sequence_length > MAX_SEQUENCE_LENGTH:
+            allowed = f"at most {MAX_SEQUENCE_LENGTH} for SD3"
+            raise ValueError(f"max_sequence_length must be {allowed}, got {self.max_sequence_length}.")
 
     def policy(self, pipeline: Any, device: torch.device) -> SD3Policy:
         """See `PipelineModel`."""
@@ -61,9 +69,9 @@ class SD3Policy(PipelinePolicy):
         super().__init__(config, pipeline, device)
         self.blocks = (JointTransformerBlock,)
 
-    def schedule(self) -> Schedule:
+    def read_schedule(self, scheduler: Any) -> Schedule:
         """Static shift on diffusers' own grid, as `scheduler/scheduler_config.json` says."""
-        return euler_schedule(self.pipeline.scheduler.config, own_grid=True)
+        return euler_schedule(scheduler, grid="diffusers")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[C, H / f, W / f]; raises ConfigError unless both sizes are multiples of VAE factor times patch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from flowrl.config import Config, ConfigError, Problem, Sampler
 from flowrl.flow.schedule import Schedule
+from flowrl.flow.solvers import Solver, UniPC
 from flowrl.models.embeddings import Text
 from flowrl.models.experts import Experts
 from flowrl.models.latents import unstandardised
 from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import PipelinePolicy, save_module
 from flowrl.models.published.wan import SIZES
-from flowrl.models.schedules import unipc_schedule
+from flowrl.models.schedules import check_unipc, unipc_schedule
 from flowrl.models.timesteps import without_autocast
 from flowrl.prompts import Prompt
 from flowrl.types import LoadError
@@ -45,6 +47,9 @@ class Wan(PipelineModel):
         super().__post_init__()
         if self.max_sequence_length < 1:
             raise ValueError(f"max_sequence_length must be at least 1 for Wan, got {self.max_sequence_length}.")
+        second = self.guidance_scale_2
+        if second is not None and not (math.isfinite(second) and second >= 0):
+            raise ValueError(f"guidance_scale_2 must be null or a number >= 0, got {second}.")
 
     def problems(self, run: Config) -> list[Problem]:
         """See `PipelineModel`; the second guidance scale belongs to guidance."""
@@ -86,10 +91,10 @@ class Wan(PipelineModel):
         }
 
     def first_order(self, pipeline: Any) -> Any:
-        """See `PipelineModel`: UniPC of order 1, never corrected, is Euler's method."""
+        """See `PipelineModel`: UniPC of order 1, never corrected and without thresholds, is Euler's method."""
         own = pipeline.scheduler
         never = list(range(NUM_TRAIN_TIMESTEPS))
-        return type(own).from_config(own.config, solver_order=1, disable_corrector=never)
+        return type(own).from_config(own.config, solver_order=1, disable_corrector=never, thresholding=False)
 
     def read_adapter(self, pipeline: Any, folder: Path) -> None:
         """See `PipelineModel`: each expert's adapter lies in a folder of its own."""
@@ -126,9 +131,15 @@ class WanPolicy(PipelinePolicy):
             return super().trained(pipeline)
         return Experts(pipeline.transformer, pipeline.transformer_2, ratio * NUM_TRAIN_TIMESTEPS)
 
-    def schedule(self) -> Schedule:
+    def read_schedule(self, scheduler: Any) -> Schedule:
         """UniPC's grid with the folder's `flow_shift`."""
-        return unipc_schedule(self.pipeline.scheduler)
+        return unipc_schedule(scheduler)
+
+    def check_solver(self, solver: Solver) -> None:
+        """See `types.OwnSolver`: UniPC with the settings that flowrl's has."""
+        if isinstance(solver, UniPC):
+            with self.config.reading("scheduler"):
+                check_unipc(self.pipeline.scheduler)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[C, F', H / f, W / f]; raises ConfigError unless sides are whole patches, and frames 4 k + 1."""
@@ -179,10 +190,13 @@ class WanPolicy(PipelinePolicy):
         scales = torch.where(timesteps(sigma) < self.module.boundary, second, scale).view(-1, 1, 1, 1, 1)
         return unconditional + scales * (conditional - unconditional)
 
+    def for_vae(self, latents: Tensor) -> Tensor:
+        """See `PipelinePolicy`."""
+        return unstandardised(latents, self.pipeline.vae)
+
     def decoded(self, latents: Tensor) -> Tensor:
         """See `PipelinePolicy`."""
-        vae = self.pipeline.vae
-        pixels: Tensor = vae.decode(unstandardised(latents, vae).to(vae.dtype), return_dict=False)[0]
+        pixels = super().decoded(latents)
         return pixels[:, :, 0] if self.config.task == "t2i" else pixels
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:

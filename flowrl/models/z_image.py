@@ -65,9 +65,9 @@ class ZImagePolicy(PipelinePolicy):
             message = f"must be from 1 to {longest} for {self}, got {config.max_sequence_length}."
             raise ConfigError(Problem("model.max_sequence_length", message))
 
-    def schedule(self) -> Schedule:
-        """The shift that `scheduler/scheduler_config.json` says, of 1, ..., 1/N."""
-        return euler_schedule(self.pipeline.scheduler.config, own_grid=False)
+    def read_schedule(self, scheduler: Any) -> Schedule:
+        """The shift that `scheduler/scheduler_config.json` says, of 1, ..., 1/N in float32."""
+        return euler_schedule(scheduler, grid="linspace_float32")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """[C, H / f, W / f]; raises ConfigError unless both sizes are multiples of VAE factor times patch."""

@@ -10,10 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.config import Config, Sampler
+from flowrl.config import Config, ConfigError, Problem, Sampler
 from flowrl.types import Drawn, Engine, Group, Policy, SampledGroup, Sampling, Trajectory
 
 SIGMA_TOLERANCE = 1e-6  # an engine may compute the schedule in its own way
+
+
+def sampled_at(sampler: Sampler, policy: Policy) -> Tensor:
+    """The sigmas of the sampler's schedule, or the model's own, float32 [N + 1].
+
+    Raises ConfigError where that schedule cannot have so few steps.
+    """
+    schedule = sampler.schedule or policy.schedule()
+    try:
+        return schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
+    except ValueError as error:
+        raise ConfigError(Problem("sampler.num_steps", f"cannot be {sampler.num_steps}: {error}.")) from error
 
 
 class EngineError(RuntimeError):
@@ -76,11 +88,10 @@ class Order:
         """What `run` asks for in this rollout."""
         sampler = run.sampler
         stochastic = run.algorithm.needs.rollout == "sde"
-        schedule = sampler.schedule or policy.schedule()
         return cls(
             sampler=sampler,
             steps=tuple(sampler.steps.choose(rollout_id, sampler.num_steps)) if stochastic else (),
-            sigmas=schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width)),
+            sigmas=sampled_at(sampler, policy),
             shape=tuple(policy.latent_shape(sampler.height, sampler.width, sampler.frames)),
             pictures=(*((sampler.frames,) if run.model.task == "t2v" else ()), sampler.height, sampler.width, 3),
             decoded=run.rollout.output != "latent",

@@ -13,8 +13,9 @@ from torch import Tensor
 from flowrl.config import Config, Sampler
 from flowrl.distributed.offload import Offloader, training_state
 from flowrl.flow.noise import Noise
+from flowrl.rollout.checks import sampled_at
 from flowrl.rollout.denoise import Denoised, denoise
-from flowrl.types import Conditions, DivergedError, Drawn, Group, Policy, SampledGroup, Trajectory
+from flowrl.types import Conditions, DivergedError, Drawn, Group, OwnSolver, Policy, SampledGroup, Trajectory
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class NativeEngine:
         self.deterministic = deterministic
         self.decode = decode
         self.shape = policy.latent_shape(sampler.height, sampler.width, sampler.frames)
-        schedule = sampler.schedule or policy.schedule()
-        self.sigmas: Tensor = schedule.sigmas(sampler.num_steps, policy.image_seq_len(sampler.height, sampler.width))
+        self.sigmas = sampled_at(sampler, policy)
+        if deterministic and sampler.schedule is None and isinstance(policy, OwnSolver):
+            policy.check_solver(sampler.solver)
         self._version = 0
         self._offloader = Offloader(policy.device)
 
@@ -127,9 +129,10 @@ class NativeEngine:
 
     def _record(self, slots: Sequence[Slot], done: Denoised) -> Trajectory:
         if not bool(done.final_latents.isfinite().all()):
+            cause = "Lower actor.optimizer.lr," if self._version else "If its own weights are whole, lower"
             raise DivergedError(
-                f"the model draws latents that are not finite (weights of version {self._version}). Lower "
-                "actor.optimizer.lr, sampler.guidance_scale or the noise of sampler.dynamics."
+                f"the model draws latents that are not finite (weights of version {self._version}). {cause} "
+                "sampler.guidance_scale or the noise of sampler.dynamics."
             )
         return Trajectory(
             latents=done.latents,

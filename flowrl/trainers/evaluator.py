@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flowrl.config import Config, Evaluation
+from flowrl.config import Config, ConfigError, Evaluation
 from flowrl.data.group_sampler import fixed_groups
 from flowrl.data.prompts import load_prompts
 from flowrl.flow.noise import Noise
@@ -36,16 +36,20 @@ class Evaluated:
 
 
 def evaluation_engine(run: Config, policy: Policy) -> NativeEngine:
-    """What evaluations draw with: their number of steps, their dynamics, their noise."""
+    """What evaluations draw with: their number of steps, their dynamics, their noise. Raises ConfigError."""
     settings = run.trainer.eval
     num_steps = run.sampler.num_steps if settings.num_steps is None else settings.num_steps
-    return NativeEngine(
-        policy,
-        replace(run.sampler, num_steps=num_steps),
-        Noise.of(settings.seed, "evaluation"),
-        run.rollout.batch_size,
-        deterministic=settings.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
-    )
+    try:
+        return NativeEngine(
+            policy,
+            replace(run.sampler, num_steps=num_steps),
+            Noise.of(settings.seed, "evaluation"),
+            run.rollout.batch_size,
+            deterministic=settings.dynamics == "ode" or run.algorithm.needs.rollout == "ode",
+        )
+    except ConfigError as error:
+        own = {} if settings.num_steps is None else {"sampler.num_steps": "trainer.eval.num_steps"}
+        raise ConfigError(*(replace(p, path=own.get(p.path, p.path)) for p in error.problems)) from error
 
 
 class Evaluator:

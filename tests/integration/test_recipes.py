@@ -7,8 +7,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 import flowrl
+from flowrl.build import build
 from flowrl.cli.compose import load_config
 from flowrl.preflight import preflight
 
@@ -29,9 +31,14 @@ def sizes(name: str) -> list[str]:
 def test_a_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     overrides = [f"recipe={name}", "debug=tiny", "device=cpu", f"runs={tmp_path}", "logger=jsonl", *sizes(name)]
     flowrl.train(load_config(overrides))
-    records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / f"{name}_tiny" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert all(record["train/grad_norm"] > 0 for record in records[1:])
+
+
+def test_a_miniature_is_of_the_recipes_own_architecture() -> None:
+    config = build(load_config(["recipe=wan22_5b_dance_hpsv3", "debug=tiny"]).model, "model")
+    assert config.load(torch.device("cpu")).pipeline.config.expand_timesteps, "Wan2.2 TI2V-5B's own"
 
 
 def test_every_swap_passes_preflight() -> None:

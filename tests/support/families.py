@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "flux2": Family(Flux2(init="random", size="tiny", max_sequence_length=64), prompts=NO_NEGATIVES),
     "z_image": Family(ZImage(init="random", size="tiny", max_sequence_length=128)),
     "wan": Family(Wan(init="random", size="tiny", max_sequence_length=80, decode_batch_size=3), frames=5),
-    "wan_ti2v": Family(Wan(init="random", size="tiny_ti2v", max_sequence_length=80, decode_batch_size=3), frames=5),
+    "wan_ti2v": Family(Wan(init="random", size="tiny_ti2v_5b", max_sequence_length=80, decode_batch_size=3), frames=5),
     "wan_a14b": Family(Wan(init="random", size="tiny_a14b", max_sequence_length=80, decode_batch_size=3), frames=5),
 }
 

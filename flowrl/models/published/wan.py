@@ -170,7 +170,7 @@ TINY_A14B = replace(A14B, parts={**TINY.parts, "transformer_2": Part(TRANSFORMER
 
 SIZES: Mapping[str, Published] = {
     "tiny": TINY,
-    "tiny_ti2v": TINY_TI2V,
+    "tiny_ti2v_5b": TINY_TI2V,
     "tiny_a14b": TINY_A14B,
     "full": WAN_1_3B,
     "14b": WAN_14B,

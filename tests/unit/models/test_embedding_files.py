@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.config import Config
@@ -20,6 +21,7 @@ from flowrl.device import torch_settings
 from flowrl.models import embedding_files
 from flowrl.models.embedding_files import EmbeddingFiles
 from flowrl.models.embeddings import EmbeddingCache, Text
+from flowrl.models.loading import tokenizer_hashes
 from flowrl.models.pipeline import PipelineModel
 from flowrl.models.policy import PipelinePolicy
 from flowrl.prompts import Prompt
@@ -90,6 +92,19 @@ def of_other_encoders(path: Path) -> None:
     other.path("text").replace(path)
 
 
+def of_other_tensors(path: Path) -> None:
+    """Whole, and by the checksum that belongs to them."""
+    tensors = {"logits": torch.ones(2)}
+    labels = files(path.parents[1])._labels("text") | {"sha256": embedding_files._checksum(tensors)}
+    save_file(tensors, path, labels)
+
+
+def test_a_folder_in_a_files_place_is_one_sentence(tmp_path: Path) -> None:
+    files(tmp_path).path("text").mkdir(parents=True)
+    with pytest.raises(LoadError, match=r"^model\.cache_dir=\S+ \w+\.safetensors cannot be read: (?!None)."):
+        files(tmp_path).get("text")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -102,8 +117,9 @@ def of_other_encoders(path: Path) -> None:
         (lambda path: path.write_bytes(b"<html>" * 100), "no whole safetensors file"),
         (of_another_text, "of other text"),
         (of_other_encoders, "of other encoders"),
+        (of_other_tensors, "holds logits, which is no text's embeddings"),
     ],
-    ids=["empty", "no header", "half a header", "a byte short", "a bit", "another bit", "no tensors", "moved", "stale"],
+    ids=["empty", "no header", "half", "short", "a bit", "another bit", "no tensors", "moved", "stale", "other"],
 )
 def test_what_is_damaged_is_reported_counted_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], words: str
@@ -252,3 +268,16 @@ def test_every_setting_counts_that_a_family_names_and_no_other(name: str) -> Non
     changed = {f.name: replace(model, **{f.name: others[f.name]}) for f in fields(model) if f.name in others}
     counted = {key for key, other in changed.items() if other.encoding() != model.encoding()}
     assert counted == {"dtype", "max_sequence_length", "text_encoder_layers"} & changed.keys()
+
+
+@pytest.mark.parametrize("name", ["sd3", "z_image", "wan"])
+def test_a_tokenizer_that_was_saved_after_a_call_is_the_same_one(name: str, tmp_path: Path) -> None:
+    """Libraries keep a call's truncation and padding in it, and write them down."""
+    for key, tokenizer in random_policy(name)._tokenizers().items():
+        fresh = type(tokenizer).from_pretrained(folder(name) / key)
+        expected = tokenizer_hashes(fresh)
+        fresh(["a b c", "d"], padding="max_length", max_length=12, truncation=True)
+        fresh.save_pretrained(tmp_path / key)
+        assert (
+            tokenizer_hashes(type(tokenizer).from_pretrained(tmp_path / key)) == expected == tokenizer_hashes(tokenizer)
+        )

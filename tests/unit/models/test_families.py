@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from flowrl.flow.solvers import Euler
 from flowrl.models.policy import PipelinePolicy
 from flowrl.prompts import Prompt
 from flowrl.rollout.native import NativeEngine
-from flowrl.types import Conditions, Group, LoadError, PolicyConfig
+from flowrl.types import Conditions, DivergedError, Group, LoadError, PolicyConfig
 from tests.support.families import FAMILIES, PROMPTS, folder, random_policy, saved, start
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
@@ -183,6 +184,45 @@ def test_random_weights_are_the_same_everywhere(name: str) -> None:
     assert isinstance(model, PolicyConfig)
 
 
+def test_the_fingerprint_is_of_everything_that_a_folder_says(name: str, tmp_path: Path) -> None:
+    """A run goes on with no other model: settings of networks and tokenizers are part of it, where they lie is not."""
+    path = Path(shutil.copytree(folder(name), tmp_path / "model"))
+    model = replace(saved(name), path=str(path))
+    prints = [model.load(CPU).fingerprint()]
+    assert prints == [random_policy(name).fingerprint()]
+    for file in ("vae/config.json", "transformer/config.json", "text_encoder/config.json", "tokenizer/tokenizer.json"):
+        content = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps(content | changed_settings(content)))
+        prints.append(model.load(CPU).fingerprint())
+    assert len(set(prints)) == len(prints)
+
+
+def changed_settings(content: dict[str, Any]) -> dict[str, Any]:
+    """Others that no tensor tells of."""
+    if "added_tokens" in content:  # of tokenizers
+        model = content["model"]
+        if not isinstance(model["vocab"], dict):
+            return {"normalizer": {"type": "Lowercase"}}
+        swapped = {"y": model["vocab"]["z"], "z": model["vocab"]["y"]}
+        return {"model": model | {"vocab": model["vocab"] | swapped}}
+    if content.get("latents_mean"):
+        return {"latents_mean": [value + 0.5 for value in content["latents_mean"]]}
+    found = next((name for name in content if name == "scaling_factor" or name.endswith(("eps", "epsilon"))), None)
+    if found is not None:
+        return {found: 3 * content[found]}
+    if "text_config" in content:
+        return {"text_config": content["text_config"] | {"rms_norm_eps": 0.3}}
+    return {"sample_size": 2 * content["sample_size"]} if "sample_size" in content else {"axes_dims_rope": [4, 2, 2]}
+
+
+@torch.no_grad()
+def test_pixels_that_are_not_finite_are_no_pictures(name: str) -> None:
+    """They would be black, and be rewarded."""
+    policy, sampler = random_policy(name), FAMILIES[name].sampler()
+    with pytest.raises(DivergedError, match=r"the autoencoder of .* pixels that are not finite"):
+        policy.decode(start(policy, sampler, 1) * torch.nan)
+
+
 def test_half_a_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
     """Never random weights in silence."""
     whole = folder(name)
@@ -214,6 +254,12 @@ def test_half_a_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {layers: settings[layers] + 1}))
     refused(wider, rf"(tensors of transformer are missing, among them \S*{settings[layers]}\.|expected shape)")
+    config.write_text(json.dumps(settings | {layers: settings[layers] - 1}))
+    refused(wider, r"(tensors of transformer are not of its config\.json, among them \S|expected shape)")
+    more = linked(tmp_path / "more")
+    weights = next((more / "vae").glob("*.safetensors"))
+    save_file(load_file(weights) | {"other.weight": torch.zeros(2)}, weights, metadata={"format": "pt"})
+    refused(more, r"1 tensors of vae are not of its config\.json, among them other\.weight")
 
 
 def test_what_is_cut_is_known_and_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:

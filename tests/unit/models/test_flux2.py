@@ -77,8 +77,8 @@ def test_layers_that_the_encoder_does_not_have(layers: tuple[int, ...]) -> None:
 
 def with_scheduler(config: Mapping[str, Any]) -> Flux2Policy:
     policy = copy.copy(random_policy("flux2"))
-    settings = dict(policy.pipeline.scheduler.config)
-    policy.pipeline = SimpleNamespace(scheduler=SimpleNamespace(config=settings | dict(config)))
+    scheduler = policy.pipeline.scheduler
+    policy.pipeline = SimpleNamespace(scheduler=type(scheduler).from_config(scheduler.config, **config))
     assert isinstance(policy, Flux2Policy)
     return policy
 

@@ -24,6 +24,8 @@ from tests.support.families import FAMILIES, PROMPTS, folder, random_policy, sav
 
 CPU = torch.device("cpu")
 State = dict[str, Tensor]
+Z_IMAGE = '"_class_name": "ZImageTransformer2DModel"'
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
 
 
 def copied(name: str, target: Path) -> Path:
@@ -123,10 +125,11 @@ def test_what_may_be_left_out_is_left_out_by_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[]", "names no class of a pipeline"),
-        ('"text"', "names no class of a pipeline"),
-        ("{}", "names no class of a pipeline"),
-        ("{", "Expecting property name"),
+        ("[]", "model_index.json holds no settings"),
+        ('"text"', "model_index.json holds no settings"),
+        ("{}", "model_index.json holds no settings"),
+        ('{"vae": ["diffusers", "AutoencoderKL"]}', "model_index.json names no class of a pipeline"),
+        ("{", "model_index.json is not JSON: Expecting property name"),
         ('{"_class_name": "WanPipeline"}', "holds a WanPipeline, not a ZImagePipeline: set model=... to its family."),
         ('{"_class_name": "ZImagePipeline"}', "model_index.json lists no "),
     ],
@@ -141,25 +144,70 @@ def test_an_index_that_is_none(content: str, words: str, tmp_path: Path) -> None
     ("file", "content", "words"),
     [
         ("text_encoder/config.json", '"text"', "text_encoder/config.json holds no settings"),
-        ("text_encoder/config.json", '{"hidden_size": "wide"}', "Field 'hidden_size' expected int"),
+        ("text_encoder/config.json", "{}", "text_encoder/config.json holds no settings"),
+        ("text_encoder/config.json", '{"hidden_size": 32}', "text_encoder/config.json names no model_type"),
+        ("text_encoder/config.json", '{"model_type": "qwen3", "hidden_size": "wide"}', "'hidden_size' expected int"),
+        ("text_encoder/model.safetensors", LFS_POINTER, ": text_encoder: Error while deserializing header"),
         ("transformer/config.json", "[]", "transformer/config.json holds no settings"),
-        ("transformer/config.json", '{"dim": "wide"}', "holds what cannot be read: TypeError"),
+        ("transformer/config.json", f'{{{Z_IMAGE}, "dim": "wide"}}', "transformer: it holds what cannot be read: Type"),
+        (
+            "transformer/config.json",
+            '{"dim": 32}',
+            "transformer/config.json is of a None, not of a ZImageTransformer2D",
+        ),
+        ("vae/config.json", '{"_class_name": "VQModel"}', "vae/config.json is of a VQModel, not of a AutoencoderKL"),
         ("scheduler/scheduler_config.json", "[]", "scheduler_config.json holds no settings"),
+        ("scheduler/scheduler_config.json", '{"shift": 3.0}', "scheduler_config.json is of a None, not of a FlowMatch"),
         ("tokenizer/tokenizer_config.json", "[]", "tokenizer_config.json holds no settings"),
-        ("tokenizer/tokenizer.json", "[]", "holds what cannot be read: TypeError"),
-        ("tokenizer/tokenizer.json", "{}", "holds what cannot be read: KeyError: 'added_tokens'"),
+        ("tokenizer/tokenizer_config.json", "garbage", "tokenizer/tokenizer_config.json is not JSON"),
+        ("tokenizer/tokenizer.json", "[]", ": tokenizer: it holds what cannot be read: TypeError"),
+        ("tokenizer/tokenizer.json", "{}", ": tokenizer: it holds what cannot be read: KeyError: 'added_tokens'"),
+        ("tokenizer/tokenizer.json", "garbage", ": tokenizer: "),
     ],
 )
 def test_odd_contents_are_one_sentence(file: str, content: str, words: str, tmp_path: Path) -> None:
+    """Which names the file, or the part at least."""
     path = copied("z_image", tmp_path / "model")
     (path / file).write_text(content)
     refused("z_image", path, words)
 
 
-def test_a_class_that_there_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "entry", "words"),
+    [
+        ("text_encoder", ["transformers", "NoSuchModel"], "transformers has no class NoSuchModel, which model_index"),
+        ("transformer", ["diffusers", 3], "diffusers has no class 3, which model_index.json lists for transformer"),
+        ("vae", ["diffusers", "utils"], "diffusers has no class utils, which model_index.json lists for vae"),
+        ("scheduler", ["os", "system"], "scheduler is of os, not of diffusers or transformers"),
+        ("tokenizer", ["os", "system"], "tokenizer is of os, not of diffusers or transformers"),
+    ],
+)
+def test_a_class_that_there_is_not(part: str, entry: list[object], words: str, tmp_path: Path) -> None:
     path = copied("z_image", tmp_path / "model")
-    change(path / "model_index.json", {"text_encoder": ["transformers", "NoSuchModel"]})
-    refused("z_image", path, "NoSuchModel")
+    change(path / "model_index.json", {part: entry})
+    refused("z_image", path, words)
+
+
+def test_an_encoder_of_another_size_is_named_by_its_tensors(tmp_path: Path) -> None:
+    path = copied("z_image", tmp_path / "model")
+    change(path / "text_encoder" / "config.json", {"intermediate_size": 48})
+    refused("z_image", path, "tensors of text_encoder have other shapes than its config.json says, among them ")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_latents_are_scaled_by_must_be_there(name: str, tmp_path: Path) -> None:
+    """It is used for the first time when a whole rollout has been drawn."""
+    settings = json.loads((folder(name) / "vae" / "config.json").read_text())
+    wrong = {"scaling_factor": None, "shift_factor": "x", "batch_norm_eps": None}
+    if "scaling_factor" not in settings:
+        wrong |= {"latents_mean": [0.5], "latents_std": None}
+    used = wrong.keys() & settings.keys()
+    assert used
+    for key in used:
+        path = copied(name, tmp_path / key)
+        change(path / "vae" / "config.json", {key: wrong[key]})
+        with pytest.raises(LoadError, match=rf"^model\.path=[^\n]*: vae: [^\n]*{key}="):
+            replace(saved(name), path=str(path)).load(CPU)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
@@ -184,6 +232,22 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(name: str, tmp_path: Path
         path = copied(name, tmp_path / part)
         (path / part / "tokenizer.json").unlink()
         refused(name, path, f"{part} has no vocabulary: there must be tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan"])
+def test_a_tokenizer_without_its_settings_is_refused(name: str, tmp_path: Path) -> None:
+    """It would not know where to cut, or by what to pad: an exception at the first prompt."""
+    path = copied(name, tmp_path / "whole")
+    (path / "tokenizer" / "tokenizer_config.json").unlink()
+    refused(name, path, "tokenizer has no tokenizer_config.json")
+    path = copied(name, tmp_path / "padding")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
+    (path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    change(
+        path / "tokenizer" / "tokenizer.json", {"padding": None, "truncation": None}
+    )  # of a call before it was saved
+    change(path / "model_index.json", {"tokenizer": ["transformers", "PreTrainedTokenizerFast"]})
+    refused(name, path, "tokenizer: Asking to pad")
 
 
 @pytest.mark.parametrize("made", [clip_tokenizer, qwen_tokenizer])

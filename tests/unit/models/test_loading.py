@@ -104,6 +104,18 @@ def test_what_is_no_hub_id_is_a_folder(path: str) -> None:
         local_folder(path, None, None)
 
 
+@pytest.mark.parametrize(("path", "package"), [("nope/x", "nope"), ("", ""), ("string/x", "string")])
+def test_a_package_that_is_not_installed_is_one_sentence(path: str, package: str) -> None:
+    with pytest.raises(LoadError, match=rf"^model\.path=pkg://{path}: there is no installed package '{package}'\.$"):
+        local_folder(f"pkg://{path}", None, None)
+
+
+@pytest.mark.parametrize("folder", ["", " "])
+def test_a_cache_has_a_folder_of_its_own(folder: str) -> None:
+    (problem,) = SD3("owner/name", cache_dir=folder).problems(Config())
+    assert problem.path == "model.cache_dir" and "must be null or a folder" in problem.message
+
+
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     for path in (str(tmp_path), "pkg://flowrl/assets/tiny_sd3"):
         (problem,) = SD3(path, revision="v1").problems(Config())

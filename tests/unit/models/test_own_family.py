@@ -6,22 +6,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from diffusers import AuraFlowPipeline
 
 from flowrl.build import build
+from flowrl.cli import check_model
 from flowrl.cli.compose import choices
 from flowrl.config import LoRA, Sampler
 from flowrl.distributed.lora import add_lora, trainable
 from flowrl.flow.dynamics.ode import ODE
 from flowrl.flow.solvers import Euler
 from flowrl.models.pipeline import PipelineModel
-from flowrl.models.published.shared import TINY_IMAGE_VAE, euler, image_vae
-from flowrl.models.published.wan import TINY
-from flowrl.models.untrained import Part, Published, assemble
 from flowrl.types import Exportable, PolicyConfig
 from tests.support.families import PROMPTS, start
 from tests.unit.models.test_families import solved
@@ -29,25 +26,6 @@ from tests.unit.models.test_families import solved
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TRANSFORMER = {
-    "sample_size": 16,
-    "num_mmdit_layers": 1,
-    "num_single_dit_layers": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 4,
-    "joint_attention_dim": TINY.parts["text_encoder"].config["d_model"],
-    "caption_projection_dim": 32,
-    "pos_embed_max_size": 256,
-}
-AURA_FLOW = Published(
-    parts={
-        "transformer": Part("diffusers.AuraFlowTransformer2DModel", TRANSFORMER),
-        "vae": image_vae(TINY_IMAGE_VAE, scaling_factor=0.13025),
-        "text_encoder": TINY.parts["text_encoder"],
-    },
-    scheduler=euler(shift=1.73),
-    tokenizers={"tokenizer": "t5"},
-)
 SAMPLER = Sampler(num_steps=4, height=32, width=64, dynamics=ODE(), solver=Euler())
 
 
@@ -68,8 +46,9 @@ def extras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def model(extras: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("aura_flow")
-    assemble(AURA_FLOW, AuraFlowPipeline, dtype=torch.float32, device=CPU, seed=0).save_pretrained(folder)
-    return build({"_target_": "extras.aura_flow.AuraFlow", "path": str(folder), "max_sequence_length": 90}, "model")
+    node = {"_target_": "extras.aura_flow.AuraFlow", "max_sequence_length": 90}
+    build({**node, "init": "random", "size": "tiny"}, "model").load(CPU).pipeline.save_pretrained(folder)
+    return build({**node, "path": str(folder)}, "model")
 
 
 def test_it_is_an_option_and_a_model(extras: Path, model: PipelineModel) -> None:
@@ -90,6 +69,17 @@ def test_it_draws_what_its_pipeline_draws(model: PipelineModel, guidance_scale: 
     assert len(trainable(policy.module)) == 2 * (8 + 2 * 4)
 
 
-def test_it_has_no_random_build(model: PipelineModel) -> None:
-    with pytest.raises(ValueError, match=r"^init must be pretrained for AuraFlow, which has no random build\.$"):
-        replace(model, init="random")
+def test_it_is_checked_by_the_command_that_the_page_names(extras: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_model.TOOL.command(["--config-dir", str(extras / "options"), "family=aura_flow"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 6 and all(line.startswith("ok ") for line in said)
+
+
+def test_a_family_without_sizes_has_no_random_build(model: PipelineModel) -> None:
+    class Bare(type(model)):  # type: ignore[misc]
+        sizes: ClassVar = {}
+
+    with pytest.raises(
+        ValueError, match=r"^init must be pretrained for Bare, which has no random build \(no `sizes`\)"
+    ):
+        Bare(init="random")

@@ -115,3 +115,10 @@ def test_an_embedding_does_not_depend_on_what_else_is_encoded(tiny_folder: Path)
 def test_float16_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="loss scaling"):
         SD3("anywhere", dtype="float16")
+
+
+def test_no_more_tokens_than_the_pipeline_takes() -> None:
+    """What was trained with more could not be exported."""
+    assert SD3("anywhere", max_sequence_length=512).max_sequence_length == 512
+    with pytest.raises(ValueError, match="max_sequence_length must be at most 512 for SD3, got 513"):
+        SD3("anywhere", max_sequence_length=513)

@@ -197,6 +197,9 @@ def test_each_expert_has_its_guidance() -> None:
 def test_a_second_scale_needs_guidance_and_a_second_expert() -> None:
     with pytest.raises(ConfigError, match=r"model\.guidance_scale_2: must be null"):
         replace(FAMILIES["wan"].model, guidance_scale_2=3.0).load(CPU)
+    for wrong in (-3.0, float("inf")):
+        with pytest.raises(ValueError, match=r"guidance_scale_2 must be null or a number >= 0, got"):
+            replace(FAMILIES["wan_a14b"].model, guidance_scale_2=wrong)
     options = ["debug=short", "model=wan", "model.init=random", "model.size=tiny_a14b", "model.guidance_scale_2=3.0"]
     with pytest.raises(ConfigError) as caught:
         preflight(flowrl.load_config(options))

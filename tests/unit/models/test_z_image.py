@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from flowrl.prompts import Prompt
 from tests.support.families import FAMILIES, random_policy, start
 
 CPU = torch.device("cpu")
+GRID = "linspace_float32"
 MODEL = FAMILIES["z_image"].model
 
 
@@ -88,13 +90,28 @@ def test_schedules_of_folders() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     for shift in (3.0, 6.0):
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-        schedule = euler_schedule(scheduler.config, own_grid=False)
-        assert schedule == StaticShift(shift=shift, grid="linspace")
-        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 8, 8).tolist())
-        torch.testing.assert_close(schedule.sigmas(8), scheduler.sigmas, atol=1e-7, rtol=0)
+        schedule = euler_schedule(FlowMatchEulerDiscreteScheduler(shift=shift), grid=GRID)
+        assert schedule == StaticShift(shift=shift, grid=GRID)
     dynamic = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    assert euler_schedule(dynamic.config, own_grid=False) == DynamicShift()
+    assert euler_schedule(dynamic, grid=GRID) == DynamicShift(grid=GRID)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"shift": 3.0}, {"shift": 6.0}, {"use_dynamic_shifting": True, "shift_terminal": 0.1}],
+    ids=["turbo", "base", "dynamic"],
+)
+def test_sigmas_are_the_pipelines_bit_for_bit(policy: PipelinePolicy, settings: dict[str, Any]) -> None:
+    """It computes its grid in float32: at 28 and 50 steps, among others, another than in float64."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+
+    scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+    schedule = policy.read_schedule(scheduler)
+    mu = schedule.mu(1024) if isinstance(schedule, DynamicShift) else None
+    for num_steps in (4, 6, 8, 9, 28, 50, 77):
+        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(num_steps), mu=mu)
+        assert schedule.sigmas(num_steps, 1024).equal(scheduler.sigmas), num_steps
 
 
 def test_what_has_no_position_is_refused(policy: PipelinePolicy) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from flowrl.config import Config, ConfigError
 from flowrl.flow.dynamics.cps import CPS
 from flowrl.flow.dynamics.dance_sde import DanceSDE
 from flowrl.flow.dynamics.flow_sde import FlowSDE
+from flowrl.flow.schedule import DynamicShift
 from flowrl.rollout.native import Native
+from flowrl.trainers.evaluator import evaluation_engine
 from flowrl.types import DivergedError, Trajectory
 from tests.support import tiny
 from tests.support.ranks import configure
@@ -116,11 +121,34 @@ def test_what_is_not_asked_for_is_not_decoded(tiny_folder: Path) -> None:
     assert torch.equal(final["latent"], final["image"]) and torch.equal(final["both"], final["image"])
 
 
+def test_a_schedule_that_cannot_have_so_few_steps_names_the_field(tiny_folder: Path) -> None:
+    """Before anything is drawn; that of an evaluation where it has steps of its own."""
+    run, policy = configure(tiny_folder), tiny.load(tiny_folder)
+    run.sampler.schedule = DynamicShift(terminal=0.02)
+    evaluation_engine(run, policy)
+    for field, asked in (
+        ("sampler.num_steps", replace(run, sampler=replace(run.sampler, num_steps=1))),
+        ("trainer.eval.num_steps", evaluating(run, num_steps=1)),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(field)}: cannot be 1: .*needs at least 2 steps"):
+            evaluation_engine(asked, policy)
+    with pytest.raises(ConfigError, match=r"^sampler\.num_steps: cannot be 1: "):
+        Native().open(replace(run, sampler=replace(run.sampler, num_steps=1)), policy)
+
+
+def evaluating(run: Config, **changes: Any) -> Config:
+    """`run` with other settings of its evaluations."""
+    return replace(run, trainer=replace(run.trainer, eval=replace(run.trainer.eval, **changes)))
+
+
 def test_a_model_that_draws_nan_is_an_error(tiny_folder: Path) -> None:
-    """uint8 pictures would hide it, and rewards would all be equal."""
+    """uint8 pictures would hide it, and rewards would all be equal. Who has trained nothing cannot lower a rate."""
     policy = tiny.load(tiny_folder)
     with torch.no_grad():
         policy.module.proj_out.bias.fill_(float("nan"))
     for deterministic in (False, True):
-        with pytest.raises(DivergedError, match="not finite"):
-            list(tiny.engine(policy, deterministic=deterministic).generate(tiny.groups(1, 2), 0))
+        for version, advice in ((0, "If its own weights are whole, lower sampler"), (3, "Lower actor.optimizer.lr")):
+            engine = tiny.engine(policy, deterministic=deterministic)
+            engine.publish(version)
+            with pytest.raises(DivergedError, match=rf"not finite .*\. {advice}"):
+                list(engine.generate(tiny.groups(1, 2), 0))
