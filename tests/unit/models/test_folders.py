@@ -245,7 +245,7 @@ def test_a_tokenizer_without_its_settings_is_refused(name: str, tmp_path: Path) 
     (path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
     change(
         path / "tokenizer" / "tokenizer.json", {"padding": None, "truncation": None}
-    )  # of a call before it was saved
+    )
     change(path / "model_index.json", {"tokenizer": ["transformers", "PreTrainedTokenizerFast"]})
     refused(name, path, "tokenizer: Asking to pad")
 
