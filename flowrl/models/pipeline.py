@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config import Config, Problem, Sampler
+from flowrl.hub import in_one_sentence
 from flowrl.models.folders import (
     PipelineFolder,
     check_tokenizer,
@@ -21,7 +22,7 @@ from flowrl.models.folders import (
     outline,
     read_network,
 )
-from flowrl.models.loading import in_one_sentence, is_folder, local_folder, quiet
+from flowrl.models.loading import is_folder, local_folder, quiet
 from flowrl.models.policy import PipelinePolicy
 from flowrl.models.untrained import Published, assemble
 from flowrl.prompts import Prompt

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import flowrl
+from flowrl.build import assemble
 from flowrl.cli.compose import load_config
 from flowrl.preflight import preflight
+from flowrl.trainers import placement
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -32,6 +34,14 @@ def test_a_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert all(record["train/grad_norm"] > 0 for record in records[1:])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_its_rewards_where_its_gpus_are(name: str) -> None:
+    """As shipped, on GPUs, and not at tiny size. What users must set themselves is set."""
+    files = ["data.train=prompts.txt", "trainer.eval.sets.heldout=prompts.txt"]
+    run, problems = assemble(load_config([f"recipe={name}", "device=cuda", *files]))
+    assert problems == [] and list(placement.problems(run)) == []
 
 
 def test_every_swap_passes_preflight() -> None:
