@@ -23,15 +23,18 @@ TEST = [
     "setuptools>=77",
 ]
 SERVER = ["fastapi>=0.115", "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.21", "prometheus-client>=0.20"]
+VIDEO = ["imageio[ffmpeg]>=2.37"]
+HPSV2 = ["ftfy>=6.1"]
 EXTRAS = {
     "paddle": ["paddleocr>=3.7,<4"],
+    "hpsv2": HPSV2,
     "vllm": ["vllm==0.30.0", "vllm-omni==0.30.0"],
     "transfer_queue": ["TransferQueue>=0.1.11,<0.2"],
     "server": SERVER,
-    "video": ["imageio[ffmpeg]>=2.37"],
+    "video": VIDEO,
     "pretrain": ["matplotlib>=3.9"],
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
-    "test": [*TEST, *SERVER],
+    "test": [*TEST, *SERVER, *VIDEO, *HPSV2],
 }
 
 setup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from flowrl.data.rows import PromptFileError
 
 def main() -> None:
     """The command: exits with 1 if data have faults, with 2 if the command has."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word, as it ends other tools
     sys.exit(command(sys.argv[1:]))
 
 
@@ -24,7 +26,7 @@ def command(arguments: Sequence[str]) -> int:
     except Refused as error:
         lines = list(error.lines)
     except PromptFileError as error:
-        lines = error.report()
+        lines = error.report(every=parsed.all)
     except OSError as error:
         lines = [f"{error.filename}: {error.strerror}"]
     else:
@@ -44,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         one = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
         module.add_arguments(one)
+        one.add_argument("--all", action="store_true", help="list every fault, even if more than 20 say the same")
         one.set_defaults(run=module.run)
     return parser
 

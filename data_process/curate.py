@@ -6,21 +6,31 @@ import argparse
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_process.inputs import Inputs, data_files
-from data_process.media import missing, relocated
-from data_process.output import FORMATS, METADATA, describe, described, new_data_files, ordered, refuse_own_input
+from data_process.media import asked, missing, relocated
+from data_process.output import (
+    FORMATS,
+    METADATA,
+    alone,
+    describe,
+    described,
+    new_data_files,
+    ordered,
+    refuse_own_input,
+)
 from data_process.refused import Refused
-from flowrl.data.rows import Row
-from flowrl.data.schema import content_key, sample_id
+from flowrl.data.rows import Fault, LineFault, Row
+from flowrl.data.schema import MEDIA, sample_id, written_id
 
 DESCRIPTION = """\
-Drop duplicates (prompts that are equal but for case, white space and kinds of quotes, with equal media), apply filters,
-and split by a hash of each sample's id: the same rows are chosen in any order of the input, on any machine."""
+Drop duplicates (prompts that are equal but for case, white space, kinds of quotes and what cannot be seen, with equal
+media), apply filters, and split by a hash of each sample's id: the same rows are chosen in any order of the input, on
+any machine."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "pickapic": {
@@ -58,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--eval-fraction", type=float, metavar="F", help=f"about this share (default: {EVAL_FRACTION})")
     add("--eval-subset-sizes", type=int, nargs="*", metavar="K", help="also the first K of the evaluation prompts")
     add("--check-media", action=argparse.BooleanOptionalAction, help="drop rows whose media are missing (default)")
+    add("--show-dropped", action="store_true", help="list what is dropped by file and line, and why")
 
 
 def _presets() -> str:
@@ -85,19 +96,54 @@ class Filters:
 
 @dataclass
 class Selection:
-    """The rows that stay: of those that ask for the same, the one with the shortest and then first id."""
+    """The rows that stay: of those that ask for the same, the one with the shortest and then first id.
 
+    Args:
+        has_places: remember where every row is, for `dropped`.
+    """
+
+    has_places: bool = False
     counts: Counter[str] = field(default_factory=Counter)
+    _nameless: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # with media, by the hash that is their id
     _best: dict[bytes, tuple[int, str, int]] = field(default_factory=dict)  # length of the id, id, number of the row
+    _places: dict[int, str] = field(default_factory=dict)
+    _reasons: dict[int, str | bytes] = field(default_factory=dict)  # bytes: the key of the row that stays instead
 
-    def add(self, row: Row, number: int) -> None:
-        """Row `number` of the input."""
-        key, identity = content_key(row), sample_id(row)
+    def add(self, row: Row, file: str, line: int, number: int) -> None:
+        """Row `number` of the input. Raises LineFault if another row, without an id as well, would have the same."""
+        if self.has_places:
+            self._places[number] = f"{file}:{line}"
+        key, identity = asked(row, file), sample_id(row)
+        if written_id(row) is None and any(name in row for name in MEDIA):
+            other, place = self._nameless.setdefault(identity, (key, f"{file}:{line}"))
+            if other != key:
+                raise LineFault(f"has the prompt and the paths of {place}, which mean other files there: give both ids")
         candidate = (len(identity), identity, number)
         found = self._best.setdefault(key, candidate)
         if found is not candidate:
-            self.counts["duplicate"] += 1
-            self._best[key] = min(found, candidate)
+            self._best[key], worse = sorted((found, candidate))
+            self._drop(worse[2], "duplicate", key)
+
+    def drop(self, file: str, line: int, number: int, reason: str) -> None:
+        """Do not take a row into account."""
+        if self.has_places:
+            self._places[number] = f"{file}:{line}"
+        self._drop(number, reason, reason)
+
+    def _drop(self, number: int, reason: str, why: str | bytes) -> None:
+        self.counts[reason] += 1
+        if self.has_places:
+            self._reasons[number] = why
+
+    def dropped(self) -> Iterator[str]:
+        """Where each row that was dropped is, and why, in the order of the input."""
+        for number, why in sorted(self._reasons.items()):
+            reason = why if isinstance(why, str) else f"duplicate of {self._places[self._best[why][2]]}"
+            yield f"{self._places[number]}: {reason}"
+
+    def summary(self) -> str:
+        """How many rows were dropped for each reason."""
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.counts.items())) or "nothing"
 
     def split(self, size: int | None, fraction: float) -> tuple[set[int], dict[int, bytes]]:
         """Numbers of the rows for training, and of those for evaluation with the hashes that order them."""
@@ -116,25 +162,29 @@ def run(arguments: argparse.Namespace) -> None:
     names = ["train", *(["eval"] if settings["eval_size"] != 0 else [])]
     names += [f"eval{size}" for size in settings["eval_subset_sizes"]]
     paths = [folder / f"{settings['prefix']}{name}.{arguments.format}" for name in names]
-    inputs = Inputs(data_files(arguments.input))
+    inputs = Inputs(data_files(arguments.input), every_fault=arguments.all)
     refuse_own_input(paths, inputs.files)
-    described(folder)
     filters = Filters(settings["min_prompt_words"], settings["max_prompt_chars"], settings["check_media"])
-    selection = _select(inputs, filters, folder)
-    train, evaluation = selection.split(settings["eval_size"], settings["eval_fraction"] or EVAL_FRACTION)
-    _check_sizes(settings, len(train), len(evaluation))
-    counts = _write(inputs, train, evaluation, paths, settings["eval_subset_sizes"])
-    about = {
-        "command": "curate",
-        "inputs": inputs.hashes,
-        "settings": {name: value for name, value in settings.items() if name != "prefix"},
-        "dropped": dict(sorted(selection.counts.items())),
-    }
-    describe({path: {"rows": count, **about} for path, count in zip(paths, counts, strict=True)})
+    selection = Selection(arguments.show_dropped)
+    with alone(folder):
+        described(folder)
+        _select(selection, inputs, filters)
+        train, evaluation = selection.split(settings["eval_size"], settings["eval_fraction"] or EVAL_FRACTION)
+        _check_sizes(settings, len(train), len(evaluation), selection.summary())
+        counts = _write(inputs, train, evaluation, paths, settings["eval_subset_sizes"])
+        about = {
+            "command": "curate",
+            "inputs": inputs.hashes,
+            "settings": {name: value for name, value in settings.items() if name != "prefix"},
+            "dropped": dict(sorted(selection.counts.items())),
+        }
+        describe({path: {"rows": count, **about} for path, count in zip(paths, counts, strict=True)})
+    for line in selection.dropped():
+        print(line)
     for path, count in zip(paths, counts, strict=True):
         print(f"{path}: {count} prompts")
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(selection.counts.items())) or "nothing"
-    print(f"dropped {dropped}; the same in {folder / METADATA}")
+    hint = " (--show-dropped lists them)" if selection.counts and not arguments.show_dropped else ""
+    print(f"dropped {selection.summary()}{hint}; the same in {folder / METADATA}")
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -144,6 +194,11 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if "eval_fraction" in given:
         settings["eval_size"] = None
     size, fraction = settings["eval_size"], settings["eval_fraction"]
+    words, characters = settings["min_prompt_words"], settings["max_prompt_chars"]
+    if words < 0:
+        raise Refused([f"--min-prompt-words must not be negative, got {words}"])
+    if characters is not None and characters < 1:
+        raise Refused([f"--max-prompt-chars must be at least 1, got {characters}"])
     if size is not None and size < 0:
         raise Refused([f"--eval-size must not be negative, got {size}"])
     if fraction is not None and not 0 < fraction < 1:
@@ -156,23 +211,24 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _select(inputs: Inputs, filters: Filters, folder: Path) -> Selection:
-    """The first reading of the input; media are told apart by where they are, seen from `folder`."""
-    selection = Selection()
-    for number, (file, _, row) in enumerate(inputs.rows()):
+def _select(selection: Selection, inputs: Inputs, filters: Filters) -> None:
+    """The first reading of the input."""
+    for number, (file, line, row) in enumerate(inputs.rows()):
         reason = filters.reason(row, file)
-        if reason is None:
-            selection.add(relocated(row, file, folder), number)
-        else:
-            selection.counts[reason] += 1
+        if reason is not None:
+            selection.drop(file, line, number, reason)
+            continue
+        try:
+            selection.add(row, file, line, number)
+        except LineFault as fault:
+            inputs.faults[file].extend(Fault(message, line) for message in fault.messages)
     inputs.refuse_faults()
-    return selection
 
 
-def _check_sizes(settings: Mapping[str, Any], num_train: int, num_eval: int) -> None:
+def _check_sizes(settings: Mapping[str, Any], num_train: int, num_eval: int, dropped: str) -> None:
     size, found = settings["eval_size"], num_train + num_eval
     if found == 0:
-        raise Refused(["no prompt is left"])
+        raise Refused([f"no prompt is left: dropped {dropped}"])
     if size is not None and size > num_eval:
         raise Refused([f"--eval-size is {size}, but only {found} prompts are left"])
     if size != 0 and num_eval == 0:
@@ -193,9 +249,9 @@ def _write(
     with new_data_files(paths) as writers:
         for number, (file, row) in enumerate(inputs.again()):
             if number in train:
-                writers[0].write(ordered(relocated(row, file, folder)))
+                writers[0].write(relocated(ordered(row), file, folder))
             elif number in evaluation:
-                kept.append((evaluation[number], ordered(relocated(row, file, folder))))
+                kept.append((evaluation[number], relocated(ordered(row), file, folder)))
         kept.sort(key=lambda item: item[0])
         for writer, size in zip(writers[1:], [len(kept), *subsets], strict=False):
             for _, row in kept[:size]:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 
 from data_process.refused import Refused
-from flowrl.data.rows import SUFFIXES, Fault, LineFault, PromptFileError, Row, fingerprint, read_rows
-from flowrl.data.schema import Ids, checked_rows, plain
+from flowrl.data.rows import PACKAGE_SCHEME, SUFFIXES, Fault, LineFault, PromptFileError, Row, fingerprint
+from flowrl.data.schema import Ids, checked_rows, known_rows, plain
 
 
-def data_files(paths: Iterable[str]) -> list[str]:
-    """The files themselves, and those in folders, by name. Raises Refused for a folder without any."""
+def data_files(paths: Iterable[str], suffixes: Sequence[str] = SUFFIXES) -> list[str]:
+    """The files themselves, and those in folders, by name.
+
+    Raises Refused for a folder without any, and for a file that is named twice, whatever it is called.
+    """
     found: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
             found.append(path)
             continue
-        inside = sorted(str(file) for file in Path(path).iterdir() if file.suffix in SUFFIXES and file.is_file())
+        inside = sorted(str(file) for file in Path(path).iterdir() if file.suffix in suffixes and file.is_file())
         if not inside:
-            raise Refused([f"{path}: is a folder without {', '.join(SUFFIXES)} files"])
+            raise Refused([f"{path}: is a folder without {', '.join(suffixes)} files"])
         found += inside
-    twice = sorted({file for file in found if found.count(file) > 1})
+    names: dict[str, list[str]] = {}
+    for file in found:
+        names.setdefault(file if file.startswith(PACKAGE_SCHEME) else realpath(file), []).append(file)
+    twice = [" and ".join(dict.fromkeys(same)) for same in names.values() if len(same) > 1]
     if twice:
-        raise Refused([f"{file}: is named twice" for file in twice])
+        raise Refused([f"{same}: is named twice" for same in twice])
     return found
 
 
@@ -37,7 +44,8 @@ class Inputs:
 
     files: Sequence[str]
     convert: Callable[[Row], Row] = plain
-    columns: Sequence[str] = ()
+    read: Callable[[str, list[Fault]], Iterator[tuple[int, Row]]] = known_rows
+    every_fault: bool = False  # is reported by a line of its own
     hashes: dict[str, str] = field(init=False)
     faults: dict[str, list[Fault]] = field(init=False, default_factory=dict)
 
@@ -49,13 +57,13 @@ class Inputs:
         self.faults = {file: [] for file in self.files}
         ids: Ids = {}
         for file in self.files:
-            for number, row in checked_rows(file, self.faults[file], ids, self.convert, self.columns):
+            for number, row in checked_rows(file, self.faults[file], ids, self.convert, self.read):
                 yield file, number, row
 
     def again(self) -> Iterator[tuple[str, Row]]:
         """File and content of the same rows, for a second reading after one that has found nothing wrong."""
         for file in self.files:
-            for _, row in read_rows(file, [], self.columns):
+            for _, row in self.read(file, []):
                 try:
                     yield file, self.convert(row)
                 except LineFault as fault:
@@ -66,16 +74,21 @@ class Inputs:
         return sum(len({fault.line for fault in faults}) for faults in self.faults.values())
 
     def report(self) -> list[str]:
-        """One line for each fault."""
+        """A line for each fault, or for many that say the same."""
         return [
-            line for file, faults in self.faults.items() if faults for line in PromptFileError(file, faults).report()
+            line
+            for file, faults in self.faults.items()
+            for line in PromptFileError(file, faults).report(every=self.every_fault)
         ]
 
-    def refuse_faults(self, *, but_lines: bool = False) -> None:
-        """Raises Refused if anything is wrong, or, `but_lines`, anything that does not concern one line alone."""
-        faults = [fault for found in self.faults.values() for fault in found]
-        if any(fault.line is None or not but_lines for fault in faults):
+    def refuse_faults(self) -> None:
+        """Raises Refused if anything is wrong."""
+        if any(self.faults.values()):
             raise Refused(self.report())
+
+    def has_faulty_files(self) -> bool:
+        """Whether anything is wrong that does not concern one line alone."""
+        return any(fault.line is None for faults in self.faults.values() for fault in faults)
 
     def refuse_changes(self) -> None:
         """Raises Refused if a file is not what it was when work began."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_process.inputs import data_files
-from data_process.media import check_media, check_task, relocated
+from data_process.media import asked, check_media, check_task
 from data_process.output import METADATA, described
 from data_process.refused import Refused
 from flowrl.data.rows import PACKAGE_SCHEME, Fault, LineFault, PromptFileError, Row, fingerprint
-from flowrl.data.schema import MEDIA, TARGETS, TASKS, checked_rows, content_key, sample_id, target_of
+from flowrl.data.schema import MEDIA, TARGETS, TASKS, checked_rows, sample_id, target_of, written_id
 
 DESCRIPTION = """\
 Check prompt files: encoding, fields, tasks, targets, placeholders against media, media, and whether evaluation
-prompts are among those for training. Every fault is printed with its file and line; then the exit status is 1."""
+prompts are among those for training. Faults are printed with file and line; then the exit status is 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,29 +61,29 @@ class Summary:
         )
 
 
-ROOT = Path("/")  # media of files in different folders are compared by their paths from here
-
-
 @dataclass
 class HeldOut:
-    """Prompts and ids of the evaluation files, and where they are."""
+    """Prompts of the evaluation files, the ids that are written there, and where they are."""
 
     prompts: dict[bytes, str] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     def add(self, row: Row, file: str, number: int) -> None:
         """One more row."""
-        self.prompts.setdefault(content_key(relocated(row, file, ROOT)), f"{file}:{number}")
-        self.ids.setdefault(sample_id(row), f"{file}:{number}")
+        self.prompts.setdefault(asked(row, file), f"{file}:{number}")
+        written = written_id(row)
+        if written is not None:
+            self.ids.setdefault(written, f"{file}:{number}")
 
     def check(self, row: Row, file: str) -> None:
         """Raises LineFault if a row to be trained on is one of them."""
-        place = self.prompts.get(content_key(relocated(row, file, ROOT)))
+        place = self.prompts.get(asked(row, file))
         if place is not None:
             raise LineFault(f"has the prompt of {place}, an evaluation file")
-        place = self.ids.get(sample_id(row))
+        written = written_id(row)
+        place = None if written is None else self.ids.get(written)
         if place is not None:
-            raise LineFault(f"has the id {sample_id(row)!r} of {place}, an evaluation file")
+            raise LineFault(f"has the id {written!r} of {place}, an evaluation file")
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Inspection:
         except PromptFileError as error:
             faults += error.faults
         if faults:
-            print("\n".join(PromptFileError(file, faults).report()))
+            print("\n".join(PromptFileError(file, faults).report(every=self.arguments.all)))
             return True
         print(f"{file}: {summary}\nsha256 {found}")
         return False

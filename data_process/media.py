@@ -4,28 +4,58 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import struct
 import subprocess
 import warnings
+import zlib
+from functools import lru_cache
 from pathlib import Path
 
 from flowrl.data.rows import LineFault, Row
-from flowrl.data.schema import MEDIA, TASKS
+from flowrl.data.schema import MEDIA, TASKS, content_key
 
+PICTURES = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "PPM")
+"""Pillow's names of the formats that may be in a data set; it knows others that start programs (EPS) or read on."""
+BROKEN = (
+    OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error,
+)  # fmt: skip
+"""What Pillow raises for pictures that are not whole."""
 PLACEHOLDERS = {"images": "<image>", "videos": "<video>"}
 SECONDS = 600  # for one video
 ENDING = 300  # characters of what ffmpeg says
+SPEAKER = re.compile(r"^(\[[^]]*\] )+")
+"""Which part of ffmpeg says a line, and where in memory that is."""
 
 
 def relocated(row: Row, file: str, folder: Path) -> Row:
     """The row of a data file with paths that hold from a file in `folder` as they did from that; absolute ones stay."""
     if not any(name in row for name in MEDIA):
         return row
-    source, target = Path(file).parent.resolve(), folder.resolve()
-    return row | {
-        name: [path if os.path.isabs(path) else os.path.relpath(source / path, target) for path in row[name]]
-        for name in MEDIA
-        if name in row
-    }
+    source, target = _resolved(os.path.dirname(file), os.getcwd()), _resolved(str(folder), os.getcwd())
+
+    def moved(path: str) -> str:
+        if os.path.isabs(path):
+            return path
+        return os.path.normpath(path) if source == target else os.path.relpath(f"{source}/{path}", target)
+
+    return row | {name: [moved(path) for path in row[name]] for name in MEDIA if name in row}
+
+
+@lru_cache(maxsize=1024)
+def _resolved(folder: str, here: str) -> str:
+    """Where a folder is, links followed: asking the file system for each row would take most of the time."""
+    return os.path.realpath(os.path.join(here, folder))
+
+
+def asked(row: Row, file: str) -> bytes:
+    """The `content_key` of a row of a data file, whose media are told apart by where they are."""
+    if not any(name in row for name in MEDIA):
+        return content_key(row)
+    source = _resolved(os.path.dirname(file), os.getcwd())
+    paths = {name: [os.path.normpath(os.path.join(source, p)) for p in row[name]] for name in MEDIA if name in row}
+    return content_key(row | paths)
 
 
 def missing(row: Row, file: str) -> list[str]:
@@ -70,20 +100,24 @@ def check_media(row: Row, file: str, decode: bool) -> None:
 
 
 def image_faults(path: Path) -> list[str]:
-    """Why Pillow cannot decode it: broken, cut short, or so large that it may be meant to fill the memory."""
-    from PIL import Image
+    """Why Pillow cannot decode all its frames: broken, cut short, or large enough to be meant to fill the memory."""
+    from PIL import Image, ImageSequence, UnidentifiedImageError
 
     try:
         with (
             warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
-            Image.open(path) as image,
+            Image.open(path, formats=PICTURES) as image,
         ):
-            image.load()
+            for frame in ImageSequence.Iterator(image):
+                frame.load()
+            cut = image.format == "GIF" and not path.read_bytes().rstrip(b"\0").endswith(b";")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         return [f"{path}: too large a picture: {error}"]
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except UnidentifiedImageError:
+        return [f"{path}: cannot be decoded: it does not begin as a picture of {', '.join(PICTURES)} does"]
+    except BROKEN as error:
         return [f"{path}: cannot be decoded: {error}"]
-    return []
+    return [f"{path}: is cut short between two frames"] if cut else []
 
 
 def video_faults(path: Path) -> list[str]:
@@ -99,7 +133,8 @@ def video_faults(path: Path) -> list[str]:
         return [f"{path}: decoding took more than {SECONDS} s"]
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode != 0 or said:
-        return [f"{path}: cannot be decoded: {said[-ENDING:]}"]
+        lines = [SPEAKER.sub("", line.strip()) for line in said.splitlines()] or [f"ffmpeg ends with {done.returncode}"]
+        return [f"{path}: cannot be decoded: {lines[-1][:ENDING]}"]
     if all(line.startswith(b"#") for line in done.stdout.splitlines()):
         return [f"{path}: has no frame"]
     return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from flowrl.files import new_file, sha256_of, sync, write_atomic
 
 FORMATS = ("jsonl", "parquet")
 METADATA = "metadata.json"
+LOCK = ".data_process.lock"
 
 
 class RowWriter:
@@ -63,31 +66,69 @@ def _parquet_writer(path: Path) -> Iterator[RowWriter]:
             flush()
 
 
+def _writer(path: Path, suffix: str) -> AbstractContextManager[RowWriter]:
+    return _parquet_writer(path) if suffix == ".parquet" else _jsonl_writer(path)
+
+
 @contextmanager
 def new_data_files(paths: Sequence[Path]) -> Iterator[list[RowWriter]]:
     """A writer for each path (`.jsonl` or `.parquet`). If the block raises, no file of these names has changed.
 
-    Raises OSError, naming the file, if a disk is full or a folder cannot be written to.
+    Raises OSError, naming the first of them, if a disk is full or a folder cannot be written to.
     """
-    partials = [path.with_name(f".{path.name}.partial") for path in paths]
-    for folder in {path.parent for path in paths}:
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with ExitStack() as files:
-            writers: list[RowWriter] = []
-            for partial, path in zip(partials, paths, strict=True):
-                partial.unlink(missing_ok=True)
-                opened = _parquet_writer(partial) if path.suffix == ".parquet" else _jsonl_writer(partial)
-                writers.append(files.enter_context(opened))
-            yield writers
-    except BaseException:
-        for partial in partials:
+    partials = {path: path.with_name(f".{path.name}.partial") for path in paths}
+    with ExitStack() as leftovers:
+        for partial in partials.values():
             partial.unlink(missing_ok=True)
+            leftovers.callback(partial.unlink, missing_ok=True)
+        try:
+            with ExitStack() as files:
+                yield [files.enter_context(_writer(partial, path.suffix)) for path, partial in partials.items()]
+            for path, partial in partials.items():
+                partial.replace(path)
+            for folder in {path.parent for path in paths}:
+                sync(folder)
+        except OSError as error:  # which names what nobody has asked for
+            raise OSError(error.errno, error.strerror, str(paths[0])) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other commands from writing into it, for the block or the life of the process.
+
+    If the block raises, folders that were made for it are gone again. Raises Refused if another command writes there.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder):
+            yield
+    except BaseException:
+        with suppress(OSError):  # somebody else has use for one
+            for path in made:
+                path.rmdir()
         raise
-    for partial, path in zip(partials, paths, strict=True):
-        partial.replace(path)
-    for folder in {path.parent for path in paths}:
-        sync(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    path = folder / LOCK
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_mine = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except BlockingIOError:
+            is_mine = False
+        if not is_mine:  # or it is that of a command which has just ended
+            raise Refused([f"{folder}: another command is writing into this folder; wait until it has ended"])
+        try:
+            yield
+        finally:
+            path.unlink()
 
 
 def refuse_own_input(outputs: Sequence[Path], inputs: Sequence[str]) -> None:
@@ -95,17 +136,27 @@ def refuse_own_input(outputs: Sequence[Path], inputs: Sequence[str]) -> None:
     read = {Path(file).resolve() for file in inputs}
     faults = [f"{path}: is read, and would be written over" for path in outputs if path.resolve() in read]
     faults += [f"{path}: must end in .{' or .'.join(FORMATS)}" for path in outputs if path.suffix[1:] not in FORMATS]
+    faults += [f"{path}: is a folder" for path in outputs if path.is_dir()]
     if faults:
         raise Refused(faults)
 
 
 def ordered(row: Row) -> Row:
-    """The row as it is written: fields in the order of the schema, `metadata` with the row's id at its beginning."""
+    """The row as it is written: fields in the order of the schema, `metadata` with the task and the id before the rest.
+
+    Keys of objects are sorted, so that rows which hold the same are written alike.
+    """
     metadata = row.get("metadata", {})
     first = {"task": metadata.get("task"), "sample_id": sample_id(row)}
-    rest = {name: value for name, value in metadata.items() if name not in first}
+    rest = _sorted({name: value for name, value in metadata.items() if name not in first})
     row = row | {"metadata": {name: value for name, value in first.items() if value is not None} | rest}
     return {name: row[name] for name in _COLUMNS if name in row}
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _sorted(value[name]) for name in sorted(value)}
+    return [_sorted(entry) for entry in value] if isinstance(value, list) else value
 
 
 # --------------------------------------------------------------------------------------------- metadata.json

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
+from data_process.refused import Refused
 from flowrl.data.chat import CHAT_FIELDS, QWEN_IMAGE_SYSTEM, is_chat
 from flowrl.data.rows import LineFault, Row
 from flowrl.data.schema import OPTIONAL, content_id, plain, target_of, written_id
@@ -11,13 +13,14 @@ from flowrl.data.schema import OPTIONAL, content_id, plain, target_of, written_i
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of file.
+    """A kind of file. One of your own is `prepare --source package.module.NAME`.
 
     Args:
         what: for `--help`.
         prompt_keys: the field with the prompt is the first of these that a row has. What flowrl knows by name
             (`target`, `negative_prompt`, ...) is kept, and so is all of a row whose prompt is a list of chat messages.
         metadata_keys: fields that become metadata.
+        required: those of them that every row must have.
         target: "quoted" if every prompt must quote its target.
         negative_prompt, system_prompt: of every row, if the data set is used with them.
     """
@@ -25,6 +28,7 @@ class Source:
     what: str
     prompt_keys: tuple[str, ...] = ("prompt",)
     metadata_keys: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     target: str = "none"
     negative_prompt: str | None = None
     system_prompt: str | None = None
@@ -35,7 +39,9 @@ class Source:
 
 
 SOURCES = {
-    "prompts": Source("any .txt (a prompt a line), .jsonl or .parquet, chat prompts of verl too; see --prompt-key"),
+    "prompts": Source(
+        "any .txt (a prompt a line), .jsonl, .parquet, .csv or .tsv, chat prompts of verl too; see --prompt-key"
+    ),
     "ocr": Source("Flow-GRPO's OCR prompts, .txt: the target is the first quoted text", target="quoted"),
     "qwen_image_ocr": Source(
         "the same for Qwen-Image: with its system prompt, and the negative prompt ' '",
@@ -46,7 +52,9 @@ SOURCES = {
     "pickscore_sfw": Source("Flow-GRPO's PickScore-SFW prompts, .txt"),
     "pickapic": Source("Pick-a-Pic, .parquet: its captions, as often as they occur", ("caption", "prompt")),
     "geneval": Source(
-        "GenEval's prompts, .jsonl, with what is to be counted", metadata_keys=("tag", "include", "exclude")
+        "GenEval's prompts, .jsonl, with what is to be counted",
+        metadata_keys=("tag", "include", "exclude"),
+        required=("tag", "include"),
     ),
 }
 
@@ -60,8 +68,10 @@ class Conversion:
     """
 
     source: Source
-    name: str
-    task: str
+    source_name: str  # as the command has it
+    name: str  # that ids begin with
+    task: str  # of rows that name none
+    kept: set[str] = field(default_factory=set)  # fields that have become metadata
     left_out: set[str] = field(default_factory=set)
     _times: dict[str, int] = field(default_factory=dict)
 
@@ -72,12 +82,16 @@ class Conversion:
         if not isinstance(metadata, dict) or not isinstance(row["prompt"], str):
             return row  # the schema says what is wrong with it
         if self.source.target == "quoted":
-            row["target"] = target_of(row, "quoted")
+            row["target"] = target_of(row, "quoted", f"--source {self.source_name}")
         if self.source.negative_prompt is not None:
             row.setdefault("negative_prompt", self.source.negative_prompt)
         if self.source.system_prompt is not None:
             metadata = {"system_prompt": self.source.system_prompt, **metadata}
         own = {name: found[name] for name in self.source.metadata_keys if found.get(name) is not None}
+        absent = [name for name in self.source.required if name not in own]
+        if absent:
+            raise LineFault(f"has no {' and no '.join(map(repr, absent))}, which --source {self.source_name} needs")
+        self.kept |= own.keys()
         row["metadata"] = {"task": self.task, **own, **metadata}
         if written_id(row) is None:
             row["metadata"]["sample_id"] = self._new_id(row)
@@ -100,8 +114,23 @@ class Conversion:
         return identity if times == 1 else f"{identity}_{times}"
 
 
+def named(name: str) -> Source:
+    """A source of `SOURCES`, or one of the user's by its dotpath. Raises Refused if there is none."""
+    if name in SOURCES:
+        return SOURCES[name]
+    wanted = f"must be {', '.join(SOURCES)}, or package.module.NAME of a Source of your own that Python finds"
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = vars(import_module(module))[attribute]
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        raise Refused([f"--source {wanted}, got {name!r} ({error})"]) from error
+    if not isinstance(found, Source):
+        raise Refused([f"--source {wanted}, got {name!r}, a {type(found).__name__}"])
+    return found
+
+
 def chosen(name: str, prompt_key: str | None, metadata_keys: tuple[str, ...]) -> Source:
-    """A source of `SOURCES` with the command's own fields."""
-    source = SOURCES[name]
+    """The source of a name, with the command's own fields."""
+    source = named(name)
     keys = source.prompt_keys if prompt_key is None else (prompt_key,)
     return replace(source, prompt_keys=keys, metadata_keys=(*source.metadata_keys, *metadata_keys))

@@ -72,7 +72,8 @@ class Reward:
     runtime: str = "cpu"  # where they run: cpu | colocated (on the GPU that draws) | remote (on GPUs of their own)
     num_workers: int = 2  # processes; 0 = score in the trainer's process
     num_gpus_per_worker: float = 1.0  # with runtime=remote
-    timeout_s: float = 120.0
+    timeout_s: float = 120.0  # for one component on one group; scorers that ask a server have limits of their own
+    load_timeout_s: float = 600.0  # for a worker to load all components, likewise
     retries: int = 2
     report_stuck_s: float = 60.0  # a worker that scores or loads for so long is reported
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config import Config, Sampler
+from flowrl.errors import ExplainedError
 from flowrl.flow.advantage import Advantages
 from flowrl.flow.decay import Decay
 from flowrl.flow.dynamics.base import Dynamics
@@ -39,8 +40,8 @@ from flowrl.rows import Rows as Rows
 class Group:
     """One prompt to be drawn `num_samples` times: the unit of normalisation, of buffering and of accounting.
 
-    `ordinal` is never reused within a run and survives a resume; it keys the noise. `occurrence` counts the same
-    prompt within one batch: the same prompt twice is two groups with different noise.
+    `ordinal` is never reused within a run and survives a resume; it keys the noise. `occurrence` counts the groups of
+    the same prompt in what is drawn of a file: the same prompt twice is two groups with different noise.
     """
 
     ordinal: int
@@ -49,7 +50,7 @@ class Group:
     num_samples: int
 
     def sample_id(self, slot: int) -> str:
-        """`prompt id : occurrence in the batch : slot`."""
+        """`prompt id : occurrence : slot`, of no other sample that is drawn of the same file."""
         return f"{self.prompt.id}:{self.occurrence}:{slot}"
 
 
@@ -433,5 +434,5 @@ class DivergedError(RuntimeError):
     """Training has come to nothing: numbers that are not finite, or no update at all."""
 
 
-class LoadError(RuntimeError):
+class LoadError(ExplainedError, RuntimeError):
     """A model could not be read; the message is one sentence for the user."""

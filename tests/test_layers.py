@@ -10,9 +10,10 @@ PACKAGE = Path(__file__).parents[1] / "flowrl"
 
 # Lower ranks know nothing of higher ones; packages of one rank do not know each other.
 RANKS = [
-    {"config", "files", "flow", "prompts", "rows"},
+    {"config", "errors", "files", "flow", "prompts", "rows", "strict_json"},
     {"build"},
     {"types", "device"},
+    {"hub"},
     {"algorithms", "models", "distributed", "tiny"},
     {"data", "rollout", "rewards", "buffer", "tracking"},
     {"trainers", "preflight", "serving"},

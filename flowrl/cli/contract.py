@@ -19,7 +19,8 @@ FREE = (
     "trainer.max_failed_rollouts_in_a_row", "trainer.max_incomplete_group_refill_rounds", "trainer.total_steps",
     "weight_sync",
     *(f"{section}.{name}" for section in ("reward", "trainer.eval.rewards")
-      for name in ("num_gpus_per_worker", "num_workers", "report_stuck_s", "retries", "runtime", "timeout_s")),
+      for name in ("load_timeout_s", "num_gpus_per_worker", "num_workers", "report_stuck_s", "retries", "runtime",
+                   "timeout_s")),
 )  # fmt: skip
 # And what may not, although it stands below one of those: who draws, in which order, and roundings.
 HELD = (

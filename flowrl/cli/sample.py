@@ -102,7 +102,7 @@ def _prompts(settings: Sample) -> list[Prompt]:
     if settings.prompts is None:
         return [Prompt("prompt", settings.prompt or "")]
     try:
-        return load_prompts(settings.prompts)
+        return list(load_prompts(settings.prompts))
     except PromptFileError as error:
         raise ConfigError(Problem("prompts", str(error))) from error
 

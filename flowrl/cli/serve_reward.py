@@ -24,6 +24,7 @@ What is scored with, and all of its keys, are those of `python -m flowrl`:
 class ServeReward(Listen):
     """The arguments, beside those of the reward."""
 
+    max_samples: int = option("pictures or videos in one request", 1024)
     config_dir: str | None = option("a folder of your own options, like reward/NAME.yaml", None)
 
 
@@ -32,7 +33,7 @@ class Serving:
     """What to serve, and where."""
 
     component: Component
-    listen: Listen
+    listen: ServeReward
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class OfReward(Tool):
     def settings(self, arguments: Sequence[str]) -> Serving:
         """The component, built. Raises ConfigError."""
         settings, others = parse_some(ServeReward, arguments, lambda key: key.split(".")[0] == "reward")
+        if settings.max_samples < 1:
+            raise ConfigError(Problem("max_samples", f"must be at least 1, got {settings.max_samples}."))
         return Serving(component(others, settings.config_dir), settings)
 
     def usage(self) -> str:
@@ -72,7 +75,7 @@ def serve(settings: Serving) -> None:
     """Until the server is told to stop."""
     from flowrl.serving.pictures import Pictures
 
-    listen(Pictures(settings.component), settings.listen)
+    listen(Pictures(settings.component, settings.listen.max_samples), settings.listen)
 
 
 TOOL = OfReward("serve_reward", "Scores pictures and videos over HTTP, with any reward.", ServeReward, serve)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from flowrl.serving.app import Dialect, Limits
 
 T = TypeVar("T")
+MAX_PORT = 65_535
 LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -29,6 +33,9 @@ class Listen:
     max_wait_ms: float = option("how long a request waits for others to join it", 5.0)
     queue_size: int = option("requests that may wait; further ones are answered 503", 50)
     max_body_mb: int = option("size of a request, and of what its PNG files unpack to", 128)
+    max_queue_mb: int = option(
+        "size of all requests that wait, and of all that are on their way; further ones are answered 503", 1000
+    )
     timeout_s: float = option("for a request to arrive, and for a batch to be scored; then the scorer restarts", 120.0)
     load_timeout_s: float = option("for the scorer to be loaded", 600.0)
 
@@ -43,12 +50,15 @@ def parse_some(schema: type[T], arguments: Sequence[str], is_other: Callable[[st
 def listen(dialect: Dialect, settings: Listen) -> None:
     """Serve until told to stop. Raises ConfigError before anything starts, Failure if the scorer cannot be loaded."""
     _check_installed()
-    from flowrl.serving.host import LostError, ScoringError
+    from flowrl.serving.app import UnloadableError
     from flowrl.serving.run import run
 
-    token = _token(settings)
-    failure = run(dialect, _limits(settings), settings.host, settings.port, token)
-    if isinstance(failure, ScoringError | LostError):
+    token, limits = _token(settings), _limits(settings)
+    sockets = _bound(settings.host, settings.port)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"running on http://{host}:{sockets[0].getsockname()[1]} (Ctrl-C ends it)", file=sys.stderr)
+    failure = run(dialect, limits, sockets, token)
+    if isinstance(failure, UnloadableError):
         raise Failure(f"the scorer cannot be loaded: {failure}") from failure
     if failure is not None:
         raise failure
@@ -61,28 +71,48 @@ def _check_installed() -> None:
 
 
 def _limits(settings: Listen) -> Limits:
+    from flowrl.rewards.transport import WEEK_S
     from flowrl.serving.app import Limits
 
     values = {f.name: vars(settings)[f.name] for f in fields(Limits)}
-    lowest = {"max_batch_size": 1, "max_wait_ms": 0, "queue_size": 1, "max_body_mb": 1}
+    lowest = {"max_batch_size": 1, "max_wait_ms": 0, "queue_size": 1, "max_body_mb": 1, "max_queue_mb": 1}
     problems = [
         Problem(name, f"must be at least {low}, got {values[name]}.")
         for name, low in lowest.items()
         if not values[name] >= low
     ]
     problems += [
-        Problem(name, f"must be greater than 0, got {values[name]}.")
+        Problem(name, f"must be greater than 0 and at most {WEEK_S:g}, got {values[name]}.")
         for name in ("timeout_s", "load_timeout_s")
-        if not values[name] > 0
+        if not 0 < values[name] <= WEEK_S
     ]
     if problems:
         raise ConfigError(*problems)
     return Limits(**values)
 
 
+def _bound(host: str, port: int) -> list[socket.socket]:
+    """Where to listen. Raises ConfigError."""
+    from flowrl.serving.run import bound
+
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(Problem("port", f"must be at least 0 and at most {MAX_PORT}, got {port}."))
+    try:
+        return bound(host, port)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(Problem("host", f"{host!r} has no address: {error}.")) from error
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            hint = "port=0 takes any that is free."
+            raise ConfigError(Problem("port", f"{port} at {host} cannot be had: {why}.", hint)) from error
+        raise ConfigError(Problem("host", f"{host} is no address of this machine: {why}.")) from error
+
+
 def _token(settings: Listen) -> str | None:
     """The token to ask for. A server that others can reach must have one."""
-    from flowrl.serving.run import is_loopback
+    from flowrl.rewards.tokens import bearer_token
+    from flowrl.rewards.transport import is_loopback
 
     name = settings.token_env
     if name is None:
@@ -90,7 +120,7 @@ def _token(settings: Listen) -> str | None:
             hint = "Set token_env=NAME, or listen at 127.0.0.1 behind a proxy that asks for a password."
             raise ConfigError(Problem("host", f"{settings.host} can be reached from other machines.", hint))
         return None
-    token = os.environ.get(name, "")
-    if not token:
-        raise ConfigError(Problem("token_env", f"names the environment variable {name}, which is not set."))
-    return token
+    try:
+        return bearer_token(name)
+    except ValueError as error:
+        raise ConfigError(Problem("token_env", f"{error}.")) from error

@@ -16,7 +16,8 @@ class GroupSampler:
 
     Group number n (its ordinal) is prompt n modulo the number of prompts of epoch n // that number, so that the whole
     state is one integer. A last batch that the epoch cannot fill runs on into the next one: no prompt is dropped or
-    padded, and a batch that straddles two epochs may hold a prompt twice, as two groups with different noise.
+    padded, and a batch that straddles two epochs may hold a prompt twice, as two groups with different noise. A group's
+    occurrence follows from its ordinal too, and is never that of another group of the same prompt.
 
     Args:
         prompts: in the order of the file; an equal prompt twice is drawn twice as often.
@@ -35,6 +36,8 @@ class GroupSampler:
         self.num_samples = num_samples
         self.seed = seed
         self.next_ordinal = 0
+        self._times: Counter[str] = Counter()  # that a prompt stands in the file
+        self._copies = [_count(self._times, prompt) for prompt in self.prompts]
         self._epoch, self._order = -1, [0]
 
     def next_batch(self) -> list[Group]:
@@ -45,7 +48,7 @@ class GroupSampler:
         """The next `count` groups: what replaces groups that failed."""
         ordinals = range(self.next_ordinal, self.next_ordinal + count)
         self.next_ordinal += count
-        return _groups(ordinals, [self._prompt(ordinal) for ordinal in ordinals], self.num_samples)
+        return [self._group(ordinal) for ordinal in ordinals]
 
     def state_dict(self) -> dict[str, int | str]:
         """Where the stream stands, and which stream it is."""
@@ -59,12 +62,14 @@ class GroupSampler:
                 raise ValueError(f"{what} changed since this state was saved, so the order of prompts would not go on")
         self.next_ordinal = int(state["next_ordinal"])
 
-    def _prompt(self, ordinal: int) -> Prompt:
+    def _group(self, ordinal: int) -> Group:
         epoch, place = divmod(ordinal, len(self.prompts))
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = Noise.of(self.seed, "prompts").permutation(len(self.prompts), epoch).tolist()
-        return self.prompts[self._order[place]]
+        index = self._order[place]
+        prompt = self.prompts[index]
+        return Group(ordinal, prompt, epoch * self._times[prompt.id] + self._copies[index], self.num_samples)
 
     def _fingerprint(self) -> str:
         return hashlib.sha256("\n".join(prompt.id for prompt in self.prompts).encode()).hexdigest()
@@ -72,13 +77,11 @@ class GroupSampler:
 
 def fixed_groups(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Group]:
     """One group per prompt in the given order, always with the same ordinals: every evaluation has the same noise."""
-    return _groups(range(len(prompts)), prompts, samples_per_prompt)
+    times: Counter[str] = Counter()
+    return [Group(ordinal, prompt, _count(times, prompt), samples_per_prompt) for ordinal, prompt in enumerate(prompts)]
 
 
-def _groups(ordinals: Sequence[int], prompts: Sequence[Prompt], num_samples: int) -> list[Group]:
-    seen: Counter[str] = Counter()
-    groups = []
-    for ordinal, prompt in zip(ordinals, prompts, strict=True):
-        groups.append(Group(ordinal, prompt, occurrence=seen[prompt.id], num_samples=num_samples))
-        seen[prompt.id] += 1
-    return groups
+def _count(times: Counter[str], prompt: Prompt) -> int:
+    """How often the prompt has been counted before."""
+    times[prompt.id] += 1
+    return times[prompt.id] - 1

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import math
-import re
-import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
+
+from flowrl import strict_json
+from flowrl.prompts import MAX_DEPTH, is_too_deep
 
 PACKAGE_SCHEME = "pkg://"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""What `data_process prepare` reads besides, and what stands between two cells."""
 BATCH = 10_000  # rows of a parquet file that are in memory at once
+SHOWN = 20  # lines of equal faults, and of all faults where they are not asked for
 
 Row = dict[str, Any]
 
@@ -42,21 +46,37 @@ class LineFault(Exception):
 
 
 class PromptFileError(ValueError):
-    """A prompt file that cannot be used: all its faults, and a message that names the first `shown` of them."""
-
-    shown = 20
+    """A prompt file that cannot be used: all its faults, and a message that names the first of them."""
 
     def __init__(self, path: str, faults: Sequence[Fault]) -> None:
         self.path = path
         self.faults = tuple(sorted(faults, key=lambda fault: fault.line or 0))
         lines = self.report()
-        hidden = len(lines) - self.shown
-        more = [f"... and {hidden} more; `python -m data_process inspect {path}` lists them all"] if hidden > 0 else []
-        super().__init__("\n".join(lines[: self.shown] + more))
+        hidden = len(lines) - SHOWN
+        more = [f"... and {hidden} more"] if hidden > 0 else []
+        if len(lines) < len(self.faults) or hidden > 0:
+            more.append(f"`python -m data_process inspect --all {path}` lists every one")
+        super().__init__("\n".join(lines[:SHOWN] + more))
 
-    def report(self) -> list[str]:
-        """One `file:line: message` per fault, in the order of the lines."""
-        return [f"{self.path}{'' if f.line is None else f':{f.line}'}: {f.message}" for f in self.faults]
+    def report(self, *, every: bool = False) -> list[str]:
+        """`file:line: message` of each fault, in the order of the lines.
+
+        Of more than 20 that say the same the first stands for all, unless `every` one is wanted.
+        """
+        times = {} if every else Counter(fault.message for fault in self.faults)
+        many = {message: count for message, count in times.items() if count > SHOWN}
+        told: set[str] = set()
+        lines = []
+        for fault in self.faults:
+            if fault.message in told:
+                continue
+            place = self.path if fault.line is None else f"{self.path}:{fault.line}"
+            also = ""
+            if fault.message in many:
+                told.add(fault.message)
+                also = f" (and {many[fault.message] - 1:,} times more; --all lists them)"
+            lines.append(f"{place}: {fault.message}{also}")
+        return lines
 
 
 def read_rows(path: str, faults: list[Fault], columns: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
@@ -72,9 +92,9 @@ def read_rows(path: str, faults: list[Fault], columns: Sequence[str] = ()) -> It
     """
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
-        raise PromptFileError(
-            path, [Fault(f"must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {suffix!r}")]
-        )
+        message = f"must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {suffix!r}"
+        table = "; `python -m data_process prepare` makes such a file of it" if suffix in TABLES else ""
+        raise PromptFileError(path, [Fault(message + table)])
     with open_data(path) as file:
         if suffix == ".parquet":
             yield from _parquet_rows(file, faults, columns)
@@ -84,8 +104,6 @@ def read_rows(path: str, faults: list[Fault], columns: Sequence[str] = ()) -> It
                 yield number, {"prompt": line.strip()} if suffix == ".txt" else _json_row(line)
             except LineFault as fault:
                 faults.extend(Fault(message, number) for message in fault.messages)
-            except RecursionError:
-                faults.append(Fault("is nested too deeply", number))
 
 
 def fingerprint(path: str) -> str:
@@ -96,15 +114,21 @@ def fingerprint(path: str) -> str:
 
 def open_data(path: str) -> IO[bytes]:
     """The file at an ordinary or `pkg://` path. Raises PromptFileError if it cannot be opened."""
+    place = _locate(path)
     try:
-        return _locate(path).open("rb")
+        return place.open("rb")
     except OSError as error:
         raise PromptFileError(path, [Fault(error.strerror or str(error))]) from error
+    except ValueError as error:  # a NUL in it
+        raise PromptFileError(path, [Fault(f"cannot be a path: {error}")]) from error
 
 
 def _locate(path: str) -> Traversable:
     if not path.startswith(PACKAGE_SCHEME):
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError as error:
+            raise PromptFileError(path, [Fault(f"there is no home folder {Path(path).parts[0]!r}")]) from error
     package, _, rest = path.removeprefix(PACKAGE_SCHEME).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or spec.submodule_search_locations is None:  # the latter: a module of one file
@@ -115,8 +139,11 @@ def _locate(path: str) -> Traversable:
 # ------------------------------------------------------------------------------------------------ text and JSON
 
 
-def _lines(file: IO[bytes], faults: list[Fault]) -> Iterator[tuple[int, str]]:
-    """Number and text of every line but blank ones. Only \\n and \\r\\n end a line: U+2028 may be part of a prompt."""
+def decoded_lines(file: IO[bytes], faults: list[Fault]) -> Iterator[tuple[int, str, bool]]:
+    """Number and text of every line, and whether all of it is UTF-8; what is not is a fault.
+
+    Only \\n ends a line: U+2028 may be part of a prompt.
+    """
     for number, raw in enumerate(file, start=1):
         if number == 1:
             if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -124,13 +151,19 @@ def _lines(file: IO[bytes], faults: list[Fault]) -> Iterator[tuple[int, str]]:
                 return
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         try:
-            line = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+            yield number, raw.decode("utf-8"), True
         except UnicodeDecodeError as error:
             byte = raw[error.start]
             faults.append(Fault(f"byte 0x{byte:02x} in column {error.start + 1} is not UTF-8 (Latin-1?)", number))
-            continue
-        if line.strip():
-            yield number, line
+            yield number, raw.decode("utf-8", "replace"), False
+
+
+def _lines(file: IO[bytes], faults: list[Fault]) -> Iterator[tuple[int, str]]:
+    """Number and text of every line but blank ones."""
+    for number, line, is_whole in decoded_lines(file, faults):
+        text = line.rstrip(" \t\r\n")
+        if is_whole and text and not text.isspace():
+            yield number, text
 
 
 def _json_row(line: str) -> Row:
@@ -141,34 +174,14 @@ def _json_row(line: str) -> Row:
 
 
 def parse_json(text: str) -> Any:
-    """Strictly: no key twice, no NaN, no half of a character. Raises LineFault."""
+    """As `strict_json` does, and not nested deeper than other processes can be told. Raises LineFault."""
     try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise LineFault(f"is not JSON: {error.msg} in column {error.colno}") from error
-    except ValueError as error:  # Python refuses to read it
-        raise LineFault(f"holds an integer of more than {sys.get_int_max_str_digits()} digits") from error
-    half = _HALF.search(json.dumps(value, ensure_ascii=False)) if _ESCAPED_HALF.search(text) else None
-    if half:
-        raise LineFault(f"holds U+{ord(half[0]):04X}, which is not text")
+        value = strict_json.parse(text)
+    except strict_json.JSONFault as fault:
+        raise LineFault(str(fault)) from fault
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+        raise LineFault(f"is nested more than {MAX_DEPTH} deep")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise LineFault(f"has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return row
-
-
-def _no_number(name: str) -> NoReturn:
-    raise LineFault(f"holds {name}, which is not JSON")
-
-
-_HALF = re.compile("[\ud800-\udfff]")
-_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
 
 
 def json_type(value: Any) -> str:
@@ -208,16 +221,35 @@ def _parquet_rows(file: IO[bytes], faults: list[Fault], columns: Sequence[str]) 
         faults.append(Fault(f"is not a whole parquet file: {str(error).splitlines()[0]}"))
 
 
+def column_names(path: str) -> list[str]:
+    """Of a parquet file; none of any other, or of one that cannot be read. Raises PromptFileError as `open_data`."""
+    if Path(path).suffix != ".parquet":
+        return []
+    import pyarrow
+    from pyarrow.parquet import read_schema
+
+    with open_data(path) as file:
+        try:
+            names: list[str] = read_schema(file).names
+        except (pyarrow.ArrowException, OSError):  # `read_rows` says what is wrong
+            return []
+    return names
+
+
 def _batch_rows(batch: Any, first: int, faults: list[Fault], options: Row) -> Iterator[tuple[int, Row]]:
     """Rows of a record batch, in Python's types. Without `options` it is four times as fast."""
     try:
         yield from enumerate(batch.to_pylist(**options), start=first)
-    except UnicodeDecodeError:  # which row is it?
+    except (ValueError, KeyError, OverflowError):  # which row is it?
         for place in range(batch.num_rows):
             try:
                 yield from enumerate(batch.slice(place, 1).to_pylist(**options), start=first + place)
             except UnicodeDecodeError:
                 faults.append(Fault("holds bytes that are not UTF-8", first + place))
+            except KeyError:
+                faults.append(Fault("holds a map with a key twice", first + place))
+            except (ValueError, OverflowError) as error:
+                faults.append(Fault(f"holds a value that Python cannot: {error}", first + place))
 
 
 def _is_deep(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where models lie, what is said when they cannot be had, and what they are known by."""
+"""Where models lie, and what they are known by."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowrl.files import sha256_of
+from flowrl.hub import in_one_sentence, no_hub_id
 from flowrl.types import LoadError
 
 INSIDE_PACKAGE = "pkg://"
@@ -43,58 +43,16 @@ def local_folder(path: str, revision: str | None, family: Any) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
-        raise LoadError(f"model.path={path}: there is no such folder, and a Hub id has the form owner/name.")
+    reason = no_hub_id(path)
+    if reason:
+        raise LoadError(f"model.path={path}: there is no such folder, and {reason}.")
     with in_one_sentence(f"model.path={path}: no folder, and as a Hub id it cannot be had"), quiet():
-        try:
-            return Path(family.download(path, revision=revision))
-        except _broken_connection() as error:
-            raise OSError(str(error)) from error
+        return Path(family.download(path, revision=revision))
 
 
 def is_folder(path: str) -> bool:
     """Is it no Hub id?"""
     return path.startswith(INSIDE_PACKAGE) or Path(path).expanduser().is_dir()
-
-
-@contextmanager
-def in_one_sentence(prefix: str) -> Iterator[None]:
-    """What the libraries say of a model that they cannot read, as one `LoadError`."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise LoadError(f"{prefix}: {_reason(error)}") from error
-
-
-def _broken_connection() -> type[BaseException]:
-    """What the Hub's client raises in the middle of an answer: `HTTPError` of httpx or, by its version, httpx2."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-
-
-def _reason(error: BaseException) -> str:
-    """The cause that a user can do something about, else the first line of the message."""
-    cause: BaseException | None = error
-    while cause is not None:
-        for kind, words in _HUB_ERRORS.items():
-            if any(base.__name__ == kind for base in type(cause).__mro__):
-                return words
-        cause = cause.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0].split(". If you want", 1)[0] if lines else type(error).__name__
-
-
-_HUB_ERRORS = {  # by name: huggingface_hub is imported by diffusers, and only where a model is loaded
-    "GatedRepoError": "access is granted by its owners: accept its terms on its page and set HF_TOKEN.",
-    "RevisionNotFoundError": "it has no such model.revision.",
-    "RepositoryNotFoundError": "there is no such repository, or it is private: is HF_TOKEN set?",
-    "OfflineModeIsEnabled": "it is not in the local cache, and HF_HUB_OFFLINE forbids a download.",
-    "LocalEntryNotFoundError": "it is not in the local cache, and the Hub cannot be reached.",
-    "ConnectionError": "it is not in the local cache, and the Hub cannot be reached.",
-    "TransportError": "it is not in the local cache, and the Hub cannot be reached.",
-    "HFValidationError": "a Hub id has the form owner/name.",
-}
 
 
 def content_fingerprint(parts: Mapping[str, nn.Module | None], settings: Mapping[str, Any]) -> str:

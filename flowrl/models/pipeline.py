@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config import Config, Problem, Sampler
+from flowrl.hub import in_one_sentence
 from flowrl.models.folders import (
     PipelineFolder,
     check_tokenizer,
@@ -23,7 +24,7 @@ from flowrl.models.folders import (
     read_other,
 )
 from flowrl.models.latents import check_scaling
-from flowrl.models.loading import in_one_sentence, is_folder, local_folder, quiet
+from flowrl.models.loading import is_folder, local_folder, quiet
 from flowrl.models.policy import PipelinePolicy
 from flowrl.models.untrained import Published, assemble
 from flowrl.prompts import Prompt

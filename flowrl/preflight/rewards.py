@@ -38,10 +38,11 @@ def _reward(path: str, reward: Reward, hint: str) -> Iterator[Problem]:
     if not reward.components:
         yield Problem(f"{path}.components", "is empty: there is nothing to score with.", hint)
     yield from below(reward, f"{path}.", _AT_LEAST_IN_REWARD)
-    yield from not_positive(f"{path}.timeout_s", reward.timeout_s)
     yield from not_positive(f"{path}.report_stuck_s", reward.report_stuck_s)
-    if reward.timeout_s is not None and reward.timeout_s > LONGEST_TIMEOUT:
-        yield Problem(f"{path}.timeout_s", f"must be at most {LONGEST_TIMEOUT} (a week), got {reward.timeout_s}.")
+    for name, seconds in (("timeout_s", reward.timeout_s), ("load_timeout_s", reward.load_timeout_s)):
+        yield from not_positive(f"{path}.{name}", seconds)
+        if seconds > LONGEST_TIMEOUT:
+            yield Problem(f"{path}.{name}", f"must be at most {LONGEST_TIMEOUT} (a week), got {seconds}.")
     for name in reward.components:
         yield from plain_name(f"{path}.components", name)
     if reward.runtime not in RUNTIMES:

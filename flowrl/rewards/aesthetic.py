@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from flowrl.rewards.networks import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.prompts import Prompt
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,9 +59,10 @@ class Aesthetic(NetworkScorer):
         )
         state = renamed(weights(self.head, self.head_file), [(r"^layers\.", "")])
         head = filled(linear_head(model.config.projection_dim), state, f"{self.head}, {self.head_file}")
-        self._model, self._head = self._settle(model), self._settle(head, "float32")
+        self._model, self._head = self.settled(model), self.settled(head, "float32")
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]."""
         from torch.nn.functional import normalize
 
         prepared = self._image_processor(images, input_data_format="channels_last", return_tensors="pt")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from flowrl.rewards.networks import NetworkScorer, dtype_of, image_processor, pretrained, small_files, tokenizer
+from flowrl.rewards.networks import NetworkScorer, dtype_of, image_processor, plain, pretrained, small_files, tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.prompts import Prompt
 
 RESAMPLINGS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
@@ -39,8 +43,8 @@ class CLIPScore(NetworkScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.scale > 0:
-            raise ValueError(f"scale must be greater than 0, got {self.scale}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be greater than 0, and finite, got {self.scale}")
         if self.resample not in RESAMPLINGS:
             raise ValueError(f"resample must be {' or '.join(RESAMPLINGS)}, got {self.resample!r}")
 
@@ -52,9 +56,11 @@ class CLIPScore(NetworkScorer):
         self._tokenizer = tokenizer(files)
         self._image_processor = image_processor(files)
         model = pretrained(CLIPModel, self.path, self.revision, dtype=dtype_of(self.dtype))
-        self._model = self._settle(model)
+        self._model = self.settled(model)
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]."""
+        texts = [prompt.text for prompt in prompts]
         prepared = self._image_processor(
             images, resample=RESAMPLINGS[self.resample], input_data_format="channels_last", return_tensors="pt"
         )
@@ -63,11 +69,14 @@ class CLIPScore(NetworkScorer):
 
 
 def cosines(model: Any, tokenizer: Any, pixel_values: Tensor, texts: list[str]) -> Tensor:
-    """float32 [b]: between each picture, [b, 3, H, W] as prepared for `model`, and its text. Equal texts cost one."""
+    """float32 [b]: between each picture, [b, 3, H, W] as prepared for `model`, and its text. Equal texts cost one.
+
+    Raises FinalError for a text that holds a special token.
+    """
     import torch
     from torch.nn.functional import cosine_similarity
 
-    rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    rows = {text: row for row, text in enumerate(dict.fromkeys(plain(tokenizer, texts)))}
     limit = model.config.text_config.max_position_embeddings
     tokens = tokenizer(list(rows), padding=True, truncation=True, max_length=limit, return_tensors="pt")
     pictures = model.get_image_features(pixel_values.to(model.device, model.dtype)).pooler_output

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowrl.config import Problem
 from flowrl.rewards.clip_score import cosines
 from flowrl.rewards.networks import (
     NetworkScorer,
@@ -24,8 +26,14 @@ from flowrl.rewards.networks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flowrl.config import Config
+    from flowrl.prompts import Prompt
+
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training pictures, red, green and blue."""
+
+NO_FTFY = "needs ftfy, to mend texts as open_clip does, and it is not installed."
+INSTALL = 'Run pip install "flowrl[hpsv2]".'
 
 TO_TRANSFORMERS = (  # from open_clip's names
     (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
@@ -67,21 +75,37 @@ class HPSv2(NetworkScorer):
     _model: Any = field(init=False, repr=False)
     _tokenizer: Any = field(init=False, repr=False)
 
+    def problems(self, run: Config) -> list[Problem]:
+        """The package that mends prompts may be missing."""
+        return [] if importlib.util.find_spec("ftfy") else [Problem("reward", f"hpsv2 {NO_FTFY}", INSTALL)]
+
     def load(self) -> None:
         """Read the checkpoint and the tokenizer. Raises LoadError."""
         from transformers import CLIPConfig, CLIPModel
 
+        from flowrl.types import LoadError
+
+        if not importlib.util.find_spec("ftfy"):
+            raise LoadError(f"HPSv2 {NO_FTFY} {INSTALL}")
         files = small_files(self.processor)
         self._tokenizer = tokenizer(files)
         config = configuration(CLIPConfig, files)
         state = from_open_clip(weights(self.path, self.file, self.revision))
         model = pretrained(CLIPModel, self.path, config=config, state_dict=state, dtype=dtype_of(self.dtype))
-        self._model = self._settle(model)
+        self._model = self.settled(model)
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]."""
         pixels = letterboxed(np.stack(images), self._model.config.vision_config.image_size)
-        plain = [html.unescape(html.unescape(text)) for text in texts]  # as open_clip reads them
-        return cosines(self._model, self._tokenizer, pixels, plain)
+        texts = [cleaned(prompt.text) for prompt in prompts]
+        return cosines(self._model, self._tokenizer, pixels, texts)
+
+
+def cleaned(text: str) -> str:
+    """As open_clip's tokenizer reads a text: straight quotes, letters for ligatures and HTML's entities, and so on."""
+    from ftfy import fix_text
+
+    return html.unescape(html.unescape(fix_text(text)))
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

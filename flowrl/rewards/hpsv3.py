@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowrl.hub import in_one_sentence
 from flowrl.rewards.networks import (
     NetworkScorer,
     configuration,
     dtype_of,
     filled,
     image_processor,
-    in_one_sentence,
     part_of,
+    plain,
     pretrained,
     small_files,
     tokenizer,
@@ -26,6 +28,8 @@ from flowrl.rewards.networks import (
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from flowrl.prompts import Prompt
 
 REWARD, PICTURE, PROMPT = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
 NUM_PIXELS = 256 * 28 * 28
@@ -79,11 +83,13 @@ class HPSv3(NetworkScorer):
         network |= {f"visual.{name}": tensor for name, tensor in part_of(state, "visual.").items()}
         model = pretrained(Qwen2VLModel, self.path, config=config, state_dict=network, dtype=dtype_of(self.dtype))
         head = filled(_head(config.text_config.hidden_size), part_of(state, "rm_head."), f"{self.path}, {self.file}")
-        self._model, self._head = self._settle(model), self._settle(head, "float32")
+        self._model, self._head = self.settled(model), self.settled(head, "float32")
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]. Raises FinalError for a prompt that holds one of the model's special tokens."""
         import torch
 
+        texts = plain(self._tokenizer, [prompt.text for prompt in prompts])
         pictures = self._image_processor(
             images,
             size={"shortest_edge": NUM_PIXELS, "longest_edge": NUM_PIXELS},
@@ -111,10 +117,7 @@ class HPSv3(NetworkScorer):
         return scores
 
     def _chat(self, text: str, num_tokens: int) -> str:
-        """What the model reads. Raises ValueError for a prompt that holds its special tokens."""
-        for token in (REWARD, PICTURE):
-            if token in text:
-                raise ValueError(f"the prompt must not contain {token}: {text}")
+        """What the model reads."""
         words = self._instruction.replace(PROMPT, text)
         message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}
         chat: str = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)

@@ -5,18 +5,20 @@ The server may have an environment, a machine and GPUs of its own. What travels:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowrl.rewards import wire
-from flowrl.rewards.transport import AnswerError, Connection, Server
+from flowrl.rewards.transport import PAGE_BYTES, AnswerError, Server, check_whole
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
 
+SCORE_BYTES = 64  # of an answer, for each score
 HEADERS = {"content-type": wire.CONTENT_TYPE, wire.VERSION_HEADER: wire.VERSION}
 
 
@@ -31,30 +33,31 @@ class HTTP(Server):
 
     format: str = "safetensors"
     batch_size: int = 32
-    _connection: Connection = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format not in wire.FORMATS:
             raise ValueError(f"format must be {' or '.join(wire.FORMATS)}, got {self.format!r}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        check_whole("batch_size", self.batch_size, 1)
 
     def load(self) -> None:
         """Wait until the server is ready. Raises UnreachableError if it takes longer than `start_timeout_s`."""
-        connection = self.connect()
-        connection.wait("/healthz")
-        object.__setattr__(self, "_connection", connection)
+        self.connection.wait("/healthz")
+
+    def score_limit_s(self, num_samples: int) -> float:
+        """See `scoring.SelfTimed`."""
+        return super().score_limit_s(math.ceil(num_samples / self.batch_size))
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """float64 [B]. Raises UnreachableError for a server that is away, AnswerError for one that refuses."""
         starts = range(0, len(images), self.batch_size)
         batches = [slice(start, start + self.batch_size) for start in starts]
-        return np.concatenate(self._connection.map(lambda part: self._scored(images[part], prompts[part]), batches))
+        return np.concatenate(self.connection.map(lambda part: self._scored(images[part], prompts[part]), batches))
 
     def _scored(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """Of one request."""
-        answer = self._connection.post(wire.PATH, wire.encode(images, prompts, self.format), HEADERS)
+        body, max_bytes = wire.encode(images, prompts, self.format), PAGE_BYTES + SCORE_BYTES * len(images)
+        answer = self.connection.post(wire.PATH, body, HEADERS, max_bytes)
         try:
             return wire.read_scores(answer, len(images))
         except wire.WireError as error:

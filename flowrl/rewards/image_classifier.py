@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from flowrl.rewards.networks import NetworkScorer, configuration, dtype_of, imag
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.prompts import Prompt
 
 OUTPUTS = ("probability", "logit")
 
@@ -39,22 +42,30 @@ class ImageClassifier(NetworkScorer):
             raise ValueError(f"output must be {' or '.join(OUTPUTS)}, got {self.output!r}")
 
     def load(self) -> None:
-        """Read the classifier. Raises LoadError, also for a label that it does not know."""
+        """Read the classifier. Raises LoadError, also for a label that it does not know, or has several of."""
         from transformers import AutoConfig, AutoModelForImageClassification
 
-        from flowrl.types import LoadError
-
         files = small_files(self.path, self.revision)
-        names = list(configuration(AutoConfig, files).id2label.values())
-        if self.label not in names:
-            known = ", ".join(names[:10]) + (f" ... ({len(names)} in all)" if len(names) > 10 else "")
-            raise LoadError(f"{self.path} has no class {self.label!r}. Its classes: {known}.")
-        self._index = names.index(self.label)
+        self._index = self._class_of(configuration(AutoConfig, files).id2label)
         self._image_processor = image_processor(files)
         model = pretrained(AutoModelForImageClassification, self.path, self.revision, dtype=dtype_of(self.dtype))
-        self._model = self._settle(model)
+        self._model = self.settled(model)
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
+    def _class_of(self, id2label: dict[int, str]) -> int:
+        """The output that is called `label`. The order of a JSON object says nothing: its keys do."""
+        from flowrl.types import LoadError
+
+        found = [index for index, name in id2label.items() if name == self.label]
+        if len(found) > 1:
+            raise LoadError(f"{self.path} has {len(found)} classes {self.label!r}: {', '.join(map(str, found))}.")
+        if not found:
+            names = [id2label[index] for index in sorted(id2label)]
+            known = ", ".join(names[:10]) + (f" ... ({len(names)} in all)" if len(names) > 10 else "")
+            raise LoadError(f"{self.path} has no class {self.label!r}. Its classes: {known}.")
+        return found[0]
+
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]."""
         prepared = self._image_processor(images, input_data_format="channels_last", return_tensors="pt")
         logits: Tensor = self._model(prepared.pixel_values.to(self._model.device, self._model.dtype)).logits.float()
         if self.output == "probability":

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
+from flowrl.hub import in_one_sentence
 from flowrl.rewards.networks import (
     NetworkScorer,
     dtype_of,
     filled,
-    in_one_sentence,
     linear_head,
     part_of,
+    plain,
     pretrained,
     renamed,
     small_files,
@@ -27,6 +29,8 @@ from flowrl.rewards.networks import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.prompts import Prompt
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the head's outputs; published scores are normalised with them."""
@@ -77,6 +81,7 @@ class ImageReward(NetworkScorer):
     _head: Any = field(init=False, repr=False)
     _tokenizer: Any = field(init=False, repr=False)
     _image_processor: Any = field(init=False, repr=False)
+    _side: int = field(init=False, repr=False)
 
     def load(self) -> None:
         """Read the weights, the architecture and the vocabulary. Raises LoadError."""
@@ -100,15 +105,16 @@ class ImageReward(NetworkScorer):
             dtype=dtype,
         )
         head = filled(linear_head(text_config.hidden_size), part_of(state, "mlp.layers."), f"{self.path}, {self.file}")
-        self._vision, self._text, self._head = self._settle(vision), self._settle(text), self._settle(head, "float32")
-        side = vision_config.image_size
-        self._image_processor = CLIPImageProcessorPil(
-            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
-        )
+        self._vision, self._text, self._head = self.settled(vision), self.settled(text), self.settled(head, "float32")
+        self._side = vision_config.image_size
+        self._image_processor = CLIPImageProcessorPil(do_resize=False, do_center_crop=False)
 
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
-        prepared = self._image_processor(images, input_data_format="channels_last", return_tensors="pt")
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b]."""
+        squares = [middle_square(image, self._side) for image in images]
+        prepared = self._image_processor(squares, input_data_format="channels_last", return_tensors="pt")
         pixels = prepared.pixel_values.to(self._vision.device, self._vision.dtype)
+        texts = plain(self._tokenizer, [prompt.text for prompt in prompts])
         tokens = self._tokenizer(
             texts, padding="max_length", truncation=True, max_length=NUM_TOKENS, return_tensors="pt"
         ).to(self._text.device)
@@ -119,6 +125,15 @@ class ImageReward(NetworkScorer):
         ).last_hidden_state
         scores: Tensor = self._head(states[:, 0].float())[:, 0]  # of the first token, [CLS]
         return (scores - MEAN) / STD
+
+
+def middle_square(image: np.ndarray, side: int) -> np.ndarray:
+    """uint8 [side, side, 3]: the shorter side fits, the middle is left; rounded as torchvision does, as published."""
+    picture = Image.fromarray(image)
+    short = min(picture.size)
+    picture = picture.resize((side * picture.width // short, side * picture.height // short), Image.Resampling.BICUBIC)
+    left, top = round((picture.width - side) / 2), round((picture.height - side) / 2)
+    return np.asarray(picture.crop((left, top, left + side, top + side)))
 
 
 def _text_settings(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,8 +48,8 @@ class JPEGCompressibility(JPEG):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.scale > 0:
-            raise ValueError(f"scale must be greater than 0, got {self.scale}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be greater than 0, and finite, got {self.scale}")
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """float64 [B], below 0."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowrl.rewards.latent_wire import TEXT, VERSION_HEADER, LatentSample, encode
 from flowrl.rewards.scoring import FinalError
-from flowrl.rewards.transport import AnswerError, Connection, Server, UnreachableError
+from flowrl.rewards.transport import PAGE_BYTES, AnswerError, Server, UnreachableError, check_whole
 from flowrl.rewards.wire import CONTENT_TYPE, PATH, VERSION, read_scores
 
 if TYPE_CHECKING:
@@ -36,28 +37,28 @@ class LatentHTTP(Server):
     seed: int | None = None
     scale: float = 1.0
     bias: float = 0.0
-    timeout_s: float = 120.0
-    _connection: Connection = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.u <= 1:
             raise ValueError(f"u must be in [0, 1], got {self.u}")
-        if self.scale == 0:
-            raise ValueError("scale must not be 0: all scores would be the same")
+        if self.scale == 0 or not math.isfinite(self.scale):
+            raise ValueError(f"scale must be a finite number and not 0, got {self.scale}")
+        if not math.isfinite(self.bias):
+            raise ValueError(f"bias must be a finite number, got {self.bias}")
+        if self.seed is not None:
+            check_whole("seed", self.seed, -(2**63), 2**63 - 1)
 
     def load(self) -> None:
         """Wait until the server is ready. Raises UnreachableError if it is not within `start_timeout_s`."""
-        connection = self.connect()
-        connection.wait("/healthz")
-        object.__setattr__(self, "_connection", connection)
+        self.connection.wait("/healthz")
 
     def score_latents(
         self, latents: np.ndarray, text: Mapping[str, np.ndarray], prompts: Sequence[Prompt]
     ) -> np.ndarray:
         """float64 [K]. Raises UnreachableError once the retries are spent, AnswerError for what they cannot mend."""
         if "prompt_embeds" not in text:
-            raise ValueError(f"the server needs prompt_embeds, and the model gives only {sorted(text)}")
+            raise FinalError(f"the server needs prompt_embeds, and the model gives only {sorted(text)}")
         rows = {name: text[name] for name in TEXT if name in text}
 
         def raw(slot: int) -> float:
@@ -65,11 +66,12 @@ class LatentHTTP(Server):
             if not np.isfinite(sample.latents).all():
                 raise AnswerError(f"the latents of sample {slot} are not finite, and were not sent")
             try:
-                return float(read_scores(self._connection.post(PATH, encode(sample), HEADERS), 1, "raw_scores")[0])
+                answer = self.connection.post(PATH, encode(sample), HEADERS, PAGE_BYTES)
+                return float(read_scores(answer, 1, "raw_scores")[0])
             except UnreachableError as error:
                 raise UnreachableError(f"sample {slot}: {error}") from error
             except FinalError as error:
                 raise AnswerError(f"sample {slot}: {error}") from error
 
-        raws = self._connection.map(raw, range(len(latents)))
+        raws = self.connection.map(raw, range(len(latents)))
         return np.array(raws, dtype=np.float64) * self.scale + self.bias

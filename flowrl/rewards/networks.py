@@ -1,5 +1,7 @@
 """What scorers with a network have in common: where its files lie, whether all of it is there, one batch at a time.
 
+`NetworkScorer` and the functions here are for scorers of your own, too (docs/rewards.md).
+
 A folder, or an id of the Hugging Face Hub, holds a model as `transformers` saves it or one file of weights. torch and
 transformers are imported where a network is loaded or used, so that the workers of other rewards do without.
 """
@@ -7,7 +9,9 @@ transformers are imported where a network is loaded or used, so that the workers
 from __future__ import annotations
 
 import abc
+import pickle
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from flowrl.hub import in_one_sentence, no_hub_id
+from flowrl.rewards.scoring import FinalError
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +33,16 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
 WRAPPERS = ("state_dict", "model")  # keys under which training scripts put the weights
+BROKEN_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, AssertionError, TypeError, UnicodeError, struct.error)
+"""What torch raises for files that it has not written, besides RuntimeError."""
 
 
 @dataclass(kw_only=True, eq=False)
 class NetworkScorer(abc.ABC):
     """A score that a network gives to a picture and its prompt.
+
+    A subclass reads the network in `load`, puts it where it is computed with `settled`, and gives the scores of one
+    batch in `score_batch`.
 
     Args:
         path: where the weights lie: a folder, or a Hub id, which is downloaded into the local cache unless it is there.
@@ -59,32 +71,36 @@ class NetworkScorer(abc.ABC):
         """Read the network. Raises `flowrl.types.LoadError` in one sentence if it is absent or incomplete."""
 
     @abc.abstractmethod
-    def _batch(self, images: list[np.ndarray], texts: list[str]) -> Tensor:
-        """[b] for pictures uint8 [H, W, 3] and the texts of their prompts."""
+    def score_batch(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> Tensor:
+        """[b], at most `batch_size`, for pictures uint8 [H, W, 3] and their prompts; called in inference mode."""
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """float64 [B] for uint8 [B, H, W, 3]."""
         import torch
 
-        texts = [prompt.text for prompt in prompts]
         cuts = [slice(start, start + self.batch_size) for start in range(0, len(images), self.batch_size)]
         with torch.inference_mode():
-            scores = torch.cat([self._batch(list(images[cut]), texts[cut]) for cut in cuts])
+            scores = torch.cat([self.score_batch(list(images[cut]), prompts[cut]) for cut in cuts])
         array: np.ndarray = scores.double().cpu().numpy()
         return array
 
-    def _settle(self, module: Any, dtype: str | None = None) -> Any:
-        """`module` where and as it is computed, for inference."""
-        import torch
+    def settled(self, module: Any, dtype: str | None = None) -> Any:
+        """`module` where and as it is computed, for inference; `dtype` by name, None = the scorer's.
 
-        self._device = torch.device(_choose(self.device))
-        return module.to(self._device, dtype_of(dtype or self.dtype)).eval().requires_grad_(False)
+        Raises LoadError if that is a GPU and this process sees none.
+        """
+        return module.to(_choose(self.device), dtype_of(dtype or self.dtype)).eval().requires_grad_(False)
 
 
 def _choose(device: str) -> str:
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    from flowrl.types import LoadError
+
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise LoadError("device is cuda, but this process sees no GPU: give it one, or set device to auto or cpu.")
+    return ("cuda" if found else "cpu") if device == "auto" else device
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -140,6 +156,19 @@ def tokenizer(folder: Path, **settings: Any) -> Any:
         return AutoTokenizer.from_pretrained(folder, **settings)
 
 
+def plain(tokenizer: Any, texts: Sequence[str]) -> list[str]:
+    """`texts`, if all of them are nothing but text to `tokenizer`.
+
+    Raises FinalError for one that holds a special token: that which ends a text, say, would hide what comes after it.
+    """
+    signs = tokenizer.get_added_vocab()
+    for text in dict.fromkeys(texts):
+        for sign in signs:
+            if sign in text or sign in text.lower():  # CLIP's tokenizer looks for them in lower case
+                raise FinalError(f"the prompt must not contain {sign}, which is a sign to the scorer: {text}")
+    return list(texts)
+
+
 def image_processor(folder: Path) -> Any:
     """The preparation of pictures in `folder`, done by Pillow as when the scorers were published."""
     from transformers import AutoImageProcessor
@@ -164,9 +193,6 @@ def weights(path: str, file: str, revision: str | None = None) -> dict[str, Tens
 
     Safetensors, or what `torch.save` wrote, of which only tensors and plain values are read.
     """
-    import pickle
-
-    import torch
     from huggingface_hub import hf_hub_download
     from safetensors.torch import load_file
 
@@ -175,21 +201,28 @@ def weights(path: str, file: str, revision: str | None = None) -> dict[str, Tens
     source = Path(_located(path))
     if source.is_dir():
         source = source / file
-        if not source.is_file():
-            raise LoadError(f"{path} holds no {file}.")
     elif not source.is_file():
         with in_one_sentence(_subject(path)), quiet():
             source = Path(hf_hub_download(path, file, revision=revision))
+    if not source.is_file():
+        raise LoadError(f"{path} holds no {file}.")
+    with in_one_sentence(str(source)):
+        return load_file(source) if source.suffix == ".safetensors" else _unpickled(source)
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    import torch
+
     try:
-        with in_one_sentence(str(source)):
-            if source.suffix == ".safetensors":
-                return load_file(source)
-            content = torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise LoadError(f"{source} is no file of tensors alone; nothing else is unpickled.") from error
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except BROKEN_PICKLE as error:
+        raise ValueError("it is no file of tensors alone; nothing else is unpickled.") from error
     for wrapper in WRAPPERS:
-        content = content.get(wrapper, content)
-    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+        inner = content.get(wrapper) if isinstance(content, Mapping) else None
+        content = inner if isinstance(inner, Mapping) else content
+    if not isinstance(content, Mapping):
+        raise ValueError(f"it must hold tensors by name, and holds a {type(content).__name__}.")
+    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
 
 
 def part_of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -249,31 +282,14 @@ def _located(path: str) -> str:
     local = Path(path).expanduser()
     if local.exists():
         return str(local)
-    if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
-        raise LoadError(f"{path}: there is no such folder or file, and a Hub id has the form owner/name.")
+    reason = no_hub_id(path)
+    if reason:
+        raise LoadError(f"{path}: there is no such folder or file, and {reason}.")
     return path
 
 
 def _subject(path: str) -> str:
     return path if Path(path).expanduser().exists() else f"{path}: no folder, and as a Hub id it cannot be had"
-
-
-@contextmanager
-def in_one_sentence(subject: str) -> Iterator[None]:
-    """What the libraries say of files that they cannot read, as a LoadError."""
-    from safetensors import SafetensorError
-
-    from flowrl.types import LoadError
-
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise LoadError(f"{subject}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager

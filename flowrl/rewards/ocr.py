@@ -14,6 +14,7 @@ from Levenshtein import distance
 from flowrl.config import Particular, Problem
 from flowrl.rewards.frames import as_pictures
 from flowrl.rewards.recognisers import Line, Recogniser
+from flowrl.rewards.scoring import FinalError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
@@ -49,10 +50,10 @@ def _comparable(text: str) -> str:
 def text_score(recognised: str, prompt: Prompt, *, substring: bool, normalise: str) -> float:
     """`ocr_score` against the prompt's target, both in the Unicode form `normalise`, one of `FORMS`.
 
-    Raises ValueError for a prompt without a target, by its id.
+    Raises FinalError for a prompt without a target, by its id.
     """
     if prompt.target is None or not prompt.target.strip():
-        raise ValueError(f"prompt {prompt.id!r} has no target, so there is no text to look for: {prompt.text}")
+        raise FinalError(f"prompt {prompt.id!r} has no target, so there is no text to look for: {prompt.text}")
     return ocr_score(_normal(recognised, normalise), _normal(prompt.target, normalise), substring=substring)
 
 
@@ -106,7 +107,7 @@ class OCR:
         self.recogniser.load()
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """float64 [B] in [0, 1]. Raises ValueError for a prompt without a target, by its id."""
+        """float64 [B] in [0, 1]. Raises FinalError for a prompt without a target, by its id."""
         texts = [self._joined(lines) for lines in self.recogniser.read(images)]
         scores = [
             text_score(text, prompt, substring=self.substring, normalise=self.normalise)
@@ -129,7 +130,7 @@ class VideoOCR(OCR):
     substring: bool = False
 
     def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """float64 [K] in [0, 1]. Raises ValueError for a prompt without a target, by its id."""
+        """float64 [K] in [0, 1]. Raises FinalError for a prompt without a target, by its id."""
         scores = self.score(*as_pictures(videos, prompts)).reshape(videos.shape[:2])
         num_read = (scores > 0).sum(axis=1)
         means: np.ndarray = scores.sum(axis=1) / np.maximum(num_read, 1)

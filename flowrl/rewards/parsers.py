@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from flowrl.rewards.excerpt import shortened
 from flowrl.rewards.ocr import FORMS, text_score
-from flowrl.rewards.transport import AnswerError, shortened
+from flowrl.rewards.transport import AnswerError
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
 
 TOP_LOGPROBS = 20  # as many as servers give without being told to allow more
+WHOLE = r"^\s*(?:[Rr]ating:\s*)?(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*{high})?\.?\s*$"
 UNSURE = 0.01  # how much a probability that is not among them may change the score
 
 
@@ -47,16 +49,17 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Rating:
-    """A number in the answer, with `low` to `high` as 0 to 1.
+    """A number as the answer, with `low` to `high` as 0 to 1.
 
     Args:
-        pattern: a regular expression; its first match is the number, or its first group if it has one.
+        pattern: a regular expression; its first match is the number, or its first group if it has one. None takes the
+            answer as a whole: `8`, `8.5`, `8/10` (of 10 if that is `high`), `Rating: 8`.
         low: the worst rating, 0 as a score.
         high: the best, 1 as a score. What lies outside is an error.
         max_tokens: of an answer; it is an error if they end within the rating.
     """
 
-    pattern: str = r"-?\d+(?:\.\d+)?"
+    pattern: str | None = None
     low: float = 1.0
     high: float = 10.0
     max_tokens: int = 64
@@ -64,7 +67,7 @@ class Rating:
 
     def __post_init__(self) -> None:
         try:
-            re.compile(self.pattern)
+            re.compile(self.pattern or "")
         except re.error as error:
             raise ValueError(f"pattern must be a regular expression, got {self.pattern!r}: {error}") from error
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
@@ -77,9 +80,10 @@ class Rating:
 
     def score(self, answer: Answer, prompt: Prompt) -> float:
         """(rating - low) / (high - low)."""
-        found = re.search(self.pattern, answer.text)
+        found = re.search(self.pattern or WHOLE.format(high=re.escape(f"{self.high:g}")), answer.text)
         if found is None:
-            raise AnswerError(f"no rating (pattern {self.pattern}) in the answer {quoted(answer)}")
+            wanted = "is no rating" if self.pattern is None else f"has no rating (pattern {self.pattern})"
+            raise AnswerError(f"the answer {wanted}: {quoted(answer)}")
         if answer.is_cut and found.end() == len(answer.text):
             raise AnswerError(f"max_tokens ended the answer within the rating: {quoted(answer)}")
         number = found[1] if found.re.groups else found[0]
@@ -96,8 +100,9 @@ class Rating:
 class YesNo:
     """P(yes) / (P(yes) + P(no)) of the answer's first token: smooth where the answer itself would only be 0 or 1.
 
-    Spaces and case do not count: " Yes" and "yes" are added up. Servers give the 20 likeliest tokens. A word that is
-    not among them counts 0, if it could not change the score by more than 0.01; else that is an error.
+    Spaces and case do not count: " Yes" and "yes" are added up. Servers list the likeliest tokens, 20 or fewer. A word
+    that is not among them counts 0, if it could not change the score by more than 0.01; else that is an error. It can
+    be no likelier than any of them, nor than all that is left to 1.
 
     Args:
         yes_word: becomes 1; an answer must begin with it, and the model must have one token for it.
@@ -123,11 +128,15 @@ class YesNo:
         if not first:
             raise AnswerError(f"the server gave no log-probabilities with the answer {quoted(answer)}")
         yes, no = _probability(first, self.yes_word), _probability(first, self.no_word)
-        unlisted = math.exp(min(first.values())) if len(first) >= TOP_LOGPROBS else 0.0  # nothing else is likelier
-        if yes + no == 0 or (min(yes, no) == 0 and unlisted > UNSURE * (yes + no)):
-            likeliest = sorted(first, key=lambda token: -first[token])[:3]
-            words = f"{self.yes_word!r} nor {self.no_word!r}"
-            raise AnswerError(f"the answer begins with neither {words}: its likeliest first tokens are {likeliest}")
+        listed = [math.exp(logprob) for logprob in first.values()]
+        unlisted = min(*listed, 1 - math.fsum(listed))
+        likeliest = f"its likeliest first tokens are {sorted(first, key=lambda token: -first[token])[:3]}"
+        if yes + no == 0:
+            raise AnswerError(f"the answer begins with neither {self.yes_word!r} nor {self.no_word!r}: {likeliest}")
+        if min(yes, no) == 0 and unlisted > UNSURE * (yes + no):
+            word, odds = (self.no_word, yes) if yes else (self.yes_word, no)
+            told = f"may have a probability of {unlisted:.2g}, beside {odds:.2g} for the other word"
+            raise AnswerError(f"{word!r} is not among {len(first)} first tokens, and {told}: {likeliest}")
         return yes / (yes + no)
 
 

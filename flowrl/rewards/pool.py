@@ -19,12 +19,12 @@ from flowrl.distributed.launch.stuck import reporting
 from flowrl.rewards.combine import Component
 from flowrl.rewards.exposure import Exposure
 from flowrl.rewards.latents import Latents, LatentScorer
-from flowrl.rewards.scoring import Request, RewardError
+from flowrl.rewards.scoring import FAULTS, FinalError, Request, RewardError, failure, limit_s, load_limit_s, num_scored
 from flowrl.rewards.worker import InlineWorker, OnHost, Worker
 from flowrl.types import Drawn, SampledGroup, ScoredGroup, Scorer
 
-MakeWorker = Callable[[int, Mapping[str, Scorer | LatentScorer], float, float], Worker]
-"""A worker's number, the scorers by name, `timeout_s` and `load_timeout_s` -> the worker, not yet started."""
+MakeWorker = Callable[[int, Mapping[str, Scorer | LatentScorer], float], Worker]
+"""A worker's number, the scorers by name, `load_timeout_s` -> the worker, not yet started."""
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,11 @@ class RewardPool:
     Args:
         components: by name.
         num_workers: processes; 0 scores in the calling process, inside `submit` and without a time limit.
-        timeout_s: for one component on one group; a worker that takes longer is killed and replaced.
+        timeout_s: for one component on one group; a worker that takes longer is killed and replaced. Scorers that are
+            `SelfTimed` have their own limits instead, here and for loading.
         retries: further attempts after a failure of whatever kind, on a new worker if the old one was lost.
         report_stuck_s: who scores or loads for longer than that is reported.
-        load_timeout_s: for a worker to import and load its components.
+        load_timeout_s: for a worker to import and load all components.
         make_worker: where they run: `worker.OnHost`, by default without a GPU, or `remote.OnCluster`.
 
     `exposure` divides the time in which groups are scored that count. `stream` tells it what is waited for; who calls
@@ -60,17 +61,19 @@ class RewardPool:
         make_worker: MakeWorker | None = None,
     ) -> None:
         self._components = dict(components)
+        # An advantage cannot come from what is only logged; if nothing has a weight, as in evaluations, all counts.
+        self._decisive = {name for name, part in components.items() if part.weight != 0} or set(components)
         self._retries = retries
         self._timeout_s = timeout_s
-        self._load_timeout_s = load_timeout_s
+        scorers = {name: component.scorer for name, component in components.items()}
+        self._load_timeout_s = load_limit_s(scorers.values(), load_timeout_s)
         self._report_stuck_s = report_stuck_s
         self._closed = False
         self._totals = defaultdict[str, float](float, samples=0, seconds=0, retries=0)
         self._lock = threading.Lock()
         self.exposure = Exposure()
-        scorers = {name: component.scorer for name, component in components.items()}
         make = make_worker or OnHost()
-        self._workers = [make(index, scorers, timeout_s, load_timeout_s) for index in range(num_workers)] or [
+        self._workers = [make(index, scorers, self._load_timeout_s) for index in range(num_workers)] or [
             InlineWorker(scorers)
         ]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
@@ -86,8 +89,9 @@ class RewardPool:
             reward.num_workers,
             reward.timeout_s,
             reward.retries,
-            report_stuck_s=reward.report_stuck_s,
-            make_worker=make_worker,
+            reward.load_timeout_s,
+            reward.report_stuck_s,
+            make_worker,
         )
 
     def __enter__(self) -> Self:
@@ -170,11 +174,10 @@ class RewardPool:
     # -- one group ------------------------------------------------------------------------------------------------
 
     def _score(self, sampled: SampledGroup, counted: bool) -> ScoredGroup:
-        worker, spent, parts = self._idle.get(), defaultdict[str, float](float), self._components.items()
-        subject = Subject(sampled)
+        worker, spent, subject = self._idle.get(), defaultdict[str, float](float), Subject(sampled)
         try:
             with self.exposure.scoring() if counted else nullcontext():
-                found = {name: self._attempt(worker, subject.request(name, part), spent) for name, part in parts}
+                found = {name: self._attempt(worker, name, subject, spent) for name in self._components}
         finally:
             self._idle.put(worker)
             if counted:
@@ -182,26 +185,29 @@ class RewardPool:
                     for name, amount in spent.items():
                         self._totals[name] += amount
         rewards = {name: scores for name, scores in found.items() if scores is not None}
-        if not rewards:
-            raise RewardError(", ".join(found), f"prompt {sampled.group.prompt.id!r}", "no component gave a score")
+        if not rewards.keys() & self._decisive:
+            raise RewardError(", ".join(sorted(self._decisive)), subject.name, "no component that counts gave a score")
         return ScoredGroup(sampled, rewards)
 
-    def _attempt(self, worker: Worker, request: Request, spent: dict[str, float]) -> np.ndarray | None:
+    def _attempt(self, worker: Worker, name: str, subject: Subject, spent: dict[str, float]) -> np.ndarray | None:
         """The scores, or None for an optional component that failed every time; `spent` is added to."""
+        component = self._components[name]
         for retries_left in reversed(range(1 + self._retries)):
-            started = time.perf_counter()
             try:
-                with self._reporting(worker, f"scores {request.component} on {request.subject}", self._timeout_s):
+                request = subject.request(name, component, self._timeout_s)
+                started = time.perf_counter()
+                with self._reporting(worker, f"scores {name} on {request.subject}", request.timeout_s):
                     scores = worker.score(request)
             except RewardError as error:
                 if not self._closed and retries_left and not error.final:
                     spent["retries"] += 1
                     log.warning("%s; trying again", error)
-                elif self._closed or self._components[request.component].required:
+                elif self._closed or component.required:
                     raise
                 else:
-                    spent[f"dropped/{request.component}"] += 1
+                    spent[f"dropped/{name}"] += 1
                     log.warning("%s; the group goes without this optional component", error)
+                    break
             else:
                 spent["samples"] += len(scores)
                 spent["seconds"] += time.perf_counter() - started
@@ -221,19 +227,28 @@ class Subject:
         self._sampled = sampled
         self._latents: Latents | None = None
 
-    def request(self, name: str, component: Component) -> Request:
-        """Only what is scored goes to the worker: a second of video has megabytes."""
+    @property
+    def name(self) -> str:
+        """What an error is about."""
+        return f"prompt {self._sampled.group.prompt.id!r}"
+
+    def request(self, name: str, component: Component, timeout_s: float) -> Request:
+        """Only what is scored goes to the worker: a second of video has megabytes.
+
+        Raises RewardError for whatever keeps it from being shown.
+        """
         group = self._sampled.group
         ids = tuple(group.sample_id(slot) for slot in range(group.num_samples))
         try:
             shown = self._fetched() if component.sees_latents else component.scored_part(self._pictures())
-        except (KeyError, ValueError) as error:
-            raise RewardError(name, f"prompt {group.prompt.id!r}", str(error.args[0])) from error
-        return Request(name, shown, group.prompt, ids)
+        except FAULTS as error:
+            raise failure(name, self.name, error) from error
+        limit = limit_s(component.scorer, num_scored(component.scorer, shown), timeout_s)
+        return Request(name, shown, group.prompt, ids, limit)
 
     def _pictures(self) -> np.ndarray:
         if self._sampled.images is None:
-            raise ValueError("the rollout kept no pictures to score (rollout.output)")
+            raise FinalError("the rollout kept no pictures to score (rollout.output)")
         return self._sampled.images
 
     def _fetched(self) -> Latents:

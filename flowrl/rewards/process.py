@@ -7,6 +7,7 @@ GPUs are set before any numerical library reads them. And nothing that a worker 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Mapping
@@ -23,13 +24,14 @@ GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes], gpus: str) -> None:
+def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes], gpus: str, is_first: bool) -> None:
     """Say None on arriving here, None again when loaded, then answer each request, until the pipe ends.
 
     An answer is the scores or a RewardError.
 
     `scorers` are pickled one by one: one that cannot be read is an error by name. `prompt` is the pickled class of
-    prompts: what it imports should not count against the time of the first request. `gpus` are all that it sees.
+    prompts: what it imports should not count against the time of the first request. `gpus` are all that it sees. Of a
+    pool's workers, the one that `is_first` says what all of them wait for.
     """
     follow_parent()
     os.environ |= {**dict.fromkeys(THREAD_VARIABLES, "1"), GPUS_VARIABLE: gpus}
@@ -39,6 +41,8 @@ def serve(connection: Connection, prompt: bytes, scorers: Mapping[str, bytes], g
         end_group()
     from flowrl.rewards import scoring
 
+    if not is_first:
+        scoring.waiting.setLevel(logging.ERROR)
     try:
         loaded = {name: _load(name, data) for name, data in scorers.items()}
         pickle.loads(prompt)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from flowrl.distributed.launch.base import Cluster, Remote
+from flowrl.distributed.launch.child import TIMED_OUT
 from flowrl.distributed.launch.failures import FAULTS, ClusterClosed, WorkerDied
 from flowrl.rewards import scoring
 from flowrl.rewards.process import GPUS_VARIABLE
 from flowrl.rewards.scoring import Request, RewardError
-from flowrl.rewards.worker import TIMED_OUT, InlineWorker
+from flowrl.rewards.worker import InlineWorker
 
 if TYPE_CHECKING:
     from flowrl.rewards.scoring import AnyScorer
@@ -36,11 +37,9 @@ class OnCluster:
     prefix: str = "reward"
     on_gpu: bool = False
 
-    def __call__(
-        self, index: int, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float
-    ) -> RemoteWorker:
+    def __call__(self, index: int, scorers: Mapping[str, AnyScorer], load_timeout_s: float) -> RemoteWorker:
         make = InlineWorker if self.on_gpu else _without_gpus
-        return RemoteWorker(self.cluster, f"{self.prefix}-{index}", scorers, timeout_s, load_timeout_s, make)
+        return RemoteWorker(self.cluster, f"{self.prefix}-{index}", scorers, load_timeout_s, make)
 
 
 def _without_gpus(scorers: Mapping[str, AnyScorer]) -> InlineWorker:
@@ -56,7 +55,6 @@ class RemoteWorker:
         cluster: open for as long as this worker is.
         place: its own.
         scorers: components by name; they are pickled, not yet loaded.
-        timeout_s: for one request.
         load_timeout_s: for start-up: imports and models.
         make: what becomes of the scorers there.
     """
@@ -66,13 +64,11 @@ class RemoteWorker:
         cluster: Cluster,
         place: str,
         scorers: Mapping[str, AnyScorer],
-        timeout_s: float,
         load_timeout_s: float,
         make: Callable[[Mapping[str, AnyScorer]], InlineWorker],
     ) -> None:
         self._spawn = partial(cluster.start, place, partial(make, dict(scorers)))
         self._names = ", ".join(scorers)
-        self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._turn = threading.RLock()  # one question at a time
         self._lock = threading.Lock()  # of starting and closing: nothing is started after `close`
@@ -106,7 +102,7 @@ class RemoteWorker:
             if remote is None:
                 raise RewardError(request.component, request.subject, "the worker is closed")
             asked = remote.call(InlineWorker.score, request)
-            return self._answer(asked, self._timeout_s, request.component, request.subject)
+            return self._answer(asked, request.timeout_s, request.component, request.subject)
 
     def close(self) -> None:
         """Kill the worker and start no other."""
@@ -129,7 +125,7 @@ class RemoteWorker:
             raise
         except TimeoutError as error:
             self._kill()
-            raise RewardError(component, subject, TIMED_OUT.format(timeout_s)) from error
+            raise RewardError(component, subject, f"the worker {TIMED_OUT.format(timeout_s)}") from error
         except WorkerDied as error:
             self._kill()
             raise RewardError(component, subject, str(error)) from error

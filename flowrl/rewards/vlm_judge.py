@@ -10,22 +10,25 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from flowrl.config import Config, Problem
+from flowrl.rewards.excerpt import excerpt
 from flowrl.rewards.ocr import without_targets
 from flowrl.rewards.parsers import Answer, Parser
-from flowrl.rewards.transport import AnswerError, Connection, Server
+from flowrl.rewards.scoring import FinalError
+from flowrl.rewards.transport import AnswerError, Server
 
 if TYPE_CHECKING:
     from flowrl.prompts import Prompt
 
 FORMATS = ("png", "jpeg")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+ANSWER_BYTES, TOKEN_BYTES = 1_000_000, 10_000  # of an answer, and for each token of it, with its alternatives
 HEADERS = {"content-type": "application/json"}
 
 
@@ -51,7 +54,6 @@ class VLMJudge(Server):
     system: str | None = None
     format: str = "png"
     extra_body: dict[str, Any] | None = None
-    _connection: Connection = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,22 +76,22 @@ class VLMJudge(Server):
 
     def load(self) -> None:
         """Wait until the server is ready. Raises AnswerError if it does not serve `model`."""
-        connection = self.connect()
-        connection.wait("/models")
-        served = _models(connection.get("/models"))
+        self.connection.wait("/models")
+        served = _models(self.connection.get("/models"))
         if self.model not in served:
-            raise AnswerError(f"{self.url} serves {', '.join(served) or 'nothing'}, but not the model {self.model!r}")
-        object.__setattr__(self, "_connection", connection)
+            names = excerpt(", ".join(served)) or "nothing"
+            raise AnswerError(f"{self.url} serves {names}, but not the model {self.model!r}")
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """float64 [B]. Raises AnswerError for an answer without a score, by the picture and the prompt's id."""
         slots = range(len(images))
-        scores = self._connection.map(lambda slot: self._judged(slot, images[slot], prompts[slot]), slots)
+        scores = self.connection.map(lambda slot: self._judged(slot, images[slot], prompts[slot]), slots)
         return np.array(scores, dtype=np.float64)
 
     def _judged(self, slot: int, image: np.ndarray, prompt: Prompt) -> float:
-        question = json.dumps(self._request(image, prompt)).encode()
-        completion = self._connection.post("/chat/completions", question, HEADERS)
+        request = self._request(image, prompt)
+        body = json.dumps(request).encode()
+        completion = self.connection.post("/chat/completions", body, HEADERS, _most_bytes(request))
         try:
             return float(self.parser.score(answer_of(completion), prompt))
         except AnswerError as error:
@@ -109,7 +111,7 @@ class VLMJudge(Server):
     def _asked(self, prompt: Prompt) -> str:
         words = {"prompt": prompt.text, "target": prompt.target}
         if "target" in self._placeholders and not prompt.target:
-            raise ValueError(f"prompt {prompt.id!r} has no target for the question: {prompt.text}")
+            raise FinalError(f"prompt {prompt.id!r} has no target for the question: {prompt.text}")
         return PLACEHOLDER.sub(lambda found: str(words[found[1]]), self.question)
 
 
@@ -119,6 +121,12 @@ def data_url(image: np.ndarray, file_format: str) -> str:
     options = {"compress_level": 1} if file_format == "png" else {"quality": 95}
     Image.fromarray(image).save(buffer, format=file_format, **options)
     return f"data:image/{file_format};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _most_bytes(request: Mapping[str, Any]) -> int:
+    """Of an answer. A model that thinks has it in the same number of tokens."""
+    limits = [request[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(request.get(name), int)]
+    return ANSWER_BYTES + TOKEN_BYTES * max(limits, default=0)
 
 
 def _models(answer: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,8 @@ size, `png` uint8 [bytes] one after the other and `png_ends` int64 [B], where ea
 is a JSON list of B objects with the fields of `flowrl.prompts.Prompt`. The answer is JSON: `protocol_version` and
 `scores`, or `error`, a sentence.
 
+What a body claims is compared with what is allowed before anything is made of it: header, number, prompts, pictures.
+
 Nothing is pickled. Free of torch, like everything that reward workers import.
 """
 
@@ -19,6 +21,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,8 @@ from PIL import Image
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from flowrl.prompts import Prompt
+from flowrl import strict_json
+from flowrl.prompts import MAX_DEPTH, Prompt, is_too_deep
 from flowrl.rewards.scoring import FinalError
 
 VERSION = "1"
@@ -34,6 +38,7 @@ VERSION_HEADER = "x-flowrl-protocol-version"
 CONTENT_TYPE = "application/octet-stream"
 PATH = "/v1/score"
 FORMATS = ("safetensors", "png")
+MAX_HEADER = 16_000_000  # bytes of a blob's, prompts and all: as objects, JSON needs many times more
 PNG_LEVEL = 1  # of zlib: four times faster than Pillow's 6, and a tenth larger
 
 DTYPES = {
@@ -55,7 +60,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
 BROKEN_PNG = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
-class WireError(FinalError, ValueError):
+class WireError(FinalError):
     """A message that does not keep the protocol; one sentence about it. Sending it again would not help."""
 
 
@@ -83,7 +88,7 @@ def encode(images: np.ndarray, prompts: Sequence[Prompt], file_format: str = "sa
     """
     try:
         metadata = {"prompts": json.dumps([asdict(prompt) for prompt in prompts], allow_nan=False)}
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise WireError(f"prompts cannot be written as JSON: {error}") from error
     if file_format == "safetensors":
         name = "images" if images.ndim == 4 else "videos"
@@ -95,31 +100,37 @@ def encode(images: np.ndarray, prompts: Sequence[Prompt], file_format: str = "sa
     return save({"png": np.frombuffer(b"".join(files), np.uint8), "png_ends": ends}, metadata)
 
 
-def decode(body: bytes, max_bytes: int) -> Pictures:
-    """What a body holds. PNG files may not unpack to more than `max_bytes`. Raises WireError."""
+def decode(body: bytes, max_bytes: int, max_samples: int) -> Pictures:
+    """What a body holds: at most `max_samples`, and PNG files that unpack to at most `max_bytes`. Raises WireError."""
     tensors, metadata = read_blob(body)
     match sorted(tensors):
         case ["images"]:
-            images = _checked("images", tensors["images"], 4)
+            stacked = _checked("images", tensors["images"], 4)
         case ["videos"]:
-            images = _checked("videos", tensors["videos"], 5)
+            stacked = _checked("videos", tensors["videos"], 5)
         case ["png", "png_ends"]:
-            images = _from_png(tensors["png"], tensors["png_ends"], max_bytes)
+            stacked = _checked_ends(tensors["png_ends"], tensors["png"])
         case names:
             raise WireError(f"the body must hold images, or videos, or png and png_ends, got {names}")
+    num = len(stacked)
+    if num > max_samples:
+        raise WireError(f"one request may have {max_samples} samples, got {num}")
     prompts = _prompts(metadata.get("prompts"))
-    if len(prompts) != len(images):
-        raise WireError(f"there must be one prompt for each picture, got {len(prompts)} for {len(images)}")
-    return Pictures(images, prompts)
+    if len(prompts) != num:
+        raise WireError(f"there must be one prompt for each picture, got {len(prompts)} for {num}")
+    return Pictures(_from_png(tensors["png"], stacked, max_bytes) if "png" in tensors else stacked, prompts)
 
 
 def read_blob(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Tensors and metadata of a safetensors blob; bfloat16, which numpy lacks, as float32. Raises WireError."""
+    length = int.from_bytes(body[:8], "little")
+    if MAX_HEADER < length < len(body):
+        raise WireError(f"the blob's header, with all prompts, may have {MAX_HEADER} bytes, got {length}")
     try:
         found = deserialize(body)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise WireError(f"the body is not a whole safetensors blob: {error}") from error
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])  # as the library has just read it
+    header = json.loads(body[8 : 8 + length])  # as the library has just read it
     return {name: _array(name, tensor) for name, tensor in found}, header.get("__metadata__") or {}
 
 
@@ -141,9 +152,9 @@ def _checked(name: str, images: np.ndarray, ndim: int) -> np.ndarray:
 
 def _prompts(text: str | None) -> tuple[Prompt, ...]:
     try:
-        entries = json.loads(text or "")
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"the metadata `prompts` must be a JSON list: {error}") from error
+        entries = strict_json.parse(text or "")
+    except strict_json.JSONFault as fault:
+        raise WireError(f"the metadata `prompts` must be a JSON list, but it {fault}") from fault
     if not isinstance(entries, list):
         raise WireError(f"the metadata `prompts` must be a JSON list, got {type(entries).__name__}")
     return tuple(_prompt(index, entry) for index, entry in enumerate(entries))
@@ -156,6 +167,8 @@ def _prompt(index: int, entry: Any) -> Prompt:
         if not isinstance(value, FIELDS[name]):
             wanted = " or ".join(kind.__name__ for kind in FIELDS[name])
             raise WireError(f"{name} of prompt {index} must be {wanted}, got {type(value).__name__}")
+    if is_too_deep(entry.get("metadata")):
+        raise WireError(f"the metadata of prompt {index} is nested more than {MAX_DEPTH} deep")
     return Prompt(**entry)
 
 
@@ -168,29 +181,33 @@ def _png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _from_png(data: np.ndarray, ends: np.ndarray, max_bytes: int) -> np.ndarray:
-    """uint8 [B, H, W, 3]. Sizes are read, added up and compared before anything is unpacked."""
+def _checked_ends(ends: np.ndarray, data: np.ndarray) -> np.ndarray:
     if data.dtype != np.uint8 or data.ndim != 1 or ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
         raise WireError(f"png and png_ends must be uint8 [bytes] and int64 [B], got {data.dtype} and {ends.dtype}")
-    starts = np.concatenate([[0], ends[:-1]])
-    if (ends <= starts).any() or ends[-1] != len(data) or starts[0] != 0:
+    if ends[0] <= 0 or (ends[1:] <= ends[:-1]).any() or ends[-1] != len(data):
         raise WireError(f"png_ends must rise to the {len(data)} bytes of png, got {ends[:8].tolist()} ...")
-    files = [data[start:end].tobytes() for start, end in zip(starts, ends, strict=True)]
-    opened = [_opened(index, file) for index, file in enumerate(files)]
-    sizes = {picture.size for picture in opened}
-    if len(sizes) > 1:
-        raise WireError(f"the pictures of one request must have one size, got {sorted(sizes)}")
-    ((width, height),) = sizes
-    num_bytes = len(opened) * width * height * 3
+    return ends
+
+
+def _from_png(data: np.ndarray, ends: np.ndarray, max_bytes: int) -> np.ndarray:
+    """uint8 [B, H, W, 3]. All have the size of the first, and that is compared before anything is unpacked."""
+    width, height = _opened(0, data[: ends[0]]).size
+    num_bytes = len(ends) * width * height * 3
     if num_bytes > max_bytes:
-        raise WireError(f"{len(opened)} PNG files of {width} x {height} unpack to {num_bytes} bytes, over {max_bytes}")
-    return np.stack([_unpacked(index, picture) for index, picture in enumerate(opened)])
+        raise WireError(f"{len(ends)} PNG files of {width} x {height} unpack to {num_bytes} bytes, over {max_bytes}")
+    images = np.empty((len(ends), height, width, 3), np.uint8)
+    for index, (start, end) in enumerate(pairwise([0, *ends])):
+        picture = _opened(index, data[start:end])
+        if picture.size != (width, height):
+            raise WireError(f"the pictures of one request must have one size, got {picture.size} for png {index}")
+        images[index] = _unpacked(index, picture)
+    return images
 
 
-def _opened(index: int, file: bytes) -> Image.Image:
+def _opened(index: int, file: np.ndarray) -> Image.Image:
     """Its header is read, its pixels are not."""
     try:
-        picture = Image.open(io.BytesIO(file), formats=["PNG"])
+        picture = Image.open(io.BytesIO(file.tobytes()), formats=["PNG"])
     except Image.DecompressionBombError as error:
         raise WireError(f"png {index} has far too many pixels") from error
     except BROKEN_PNG as error:

@@ -8,18 +8,16 @@ starts another one; when the process that asked is gone, however it went, the wo
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from flowrl.distributed.launch.process import MAIN_SCRIPT, epitaph, interrupts_blocked, kill_group
+from flowrl.distributed.launch.child import Child, LostChild
+from flowrl.distributed.launch.process import MAIN_SCRIPT
 from flowrl.prompts import Prompt
 from flowrl.rewards import scoring
 from flowrl.rewards.process import WORKER, serve
@@ -28,8 +26,8 @@ from flowrl.rewards.scoring import Request, RewardError
 if TYPE_CHECKING:
     from flowrl.rewards.scoring import AnyScorer
 
+UNSENDABLE = (AttributeError, RecursionError, TypeError, pickle.PicklingError)
 STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
-TIMED_OUT = "the worker did not answer within {:g} s and was stopped"
 
 
 class Worker(Protocol):
@@ -83,43 +81,29 @@ class ProcessWorker:
 
     Args:
         scorers: components by name; they are pickled, not yet loaded.
-        timeout_s: for one request.
         load_timeout_s: for start-up: imports and models.
         gpus: all that it sees, as `CUDA_VISIBLE_DEVICES` names them; "" is none.
+        is_first: of its pool; the others do not repeat what all of them wait for.
     """
 
     def __init__(
-        self, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float, gpus: str = ""
+        self, scorers: Mapping[str, AnyScorer], load_timeout_s: float, gpus: str = "", is_first: bool = True
     ) -> None:
-        self._pickled = {name: _pickle(name, scorer) for name, scorer in scorers.items()}
+        pickled = {name: _pickle(name, scorer) for name, scorer in scorers.items()}
+        self._child = Child(serve, (pickle.dumps(Prompt), pickled, gpus, is_first), WORKER)
+        self._names = ", ".join(scorers)
         self._turn = threading.RLock()  # one question at a time
-        self._lock = threading.Lock()  # of starting and closing: no process is started after `close`
-        self._closed = False
-        self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
-        self._gpus = gpus
-        self._process: SpawnProcess | None = None
-        self._connection: Connection | None = None
         self._loaded = False
 
     @property
     def pid(self) -> int | None:
         """Of the process, if there is one."""
-        return self._process.pid if self._process else None
+        return self._child.pid
 
     def start(self) -> None:
         """Spawn the process unless it runs or the worker is closed."""
-        context = multiprocessing.get_context("spawn")
-        with self._lock:
-            if self._process is not None or self._closed:
-                return
-            self._connection, theirs = context.Pipe()
-            arguments = (theirs, pickle.dumps(Prompt), self._pickled, self._gpus)
-            process = context.Process(target=serve, args=arguments, name=WORKER, daemon=True)
-            with interrupts_blocked():
-                process.start()
-            self._process = process
-            theirs.close()  # the process has its own; ours would hide its death
+        self._child.start()
 
     def wait(self) -> None:
         """Start if need be and wait until the process has loaded everything."""
@@ -127,12 +111,11 @@ class ProcessWorker:
             self.start()
             if self._loaded:
                 return
-            names = ", ".join(self._pickled)
             try:
-                self._ask(None, self._load_timeout_s, names, STARTING)
-                self._ask(None, self._load_timeout_s, names, "loading")
+                self._ask(self._load_timeout_s, self._names, STARTING)
+                self._ask(self._load_timeout_s, self._names, "loading")
             except RewardError:
-                self._kill()
+                self._child.kill()
                 raise
             self._loaded = True
 
@@ -140,48 +123,24 @@ class ProcessWorker:
         """float64 [K]."""
         with self._turn:
             self.wait()
-            scores = self._ask(request, self._timeout_s, request.component, request.subject)
+            scores = self._ask(request.timeout_s, request.component, request.subject, request)
         assert scores is not None
         return scores
 
     def close(self) -> None:
         """Kill the process, wait until it is gone, and start no other."""
-        with self._lock:
-            self._closed = True
-        self._kill()
+        self._child.close()
 
-    def _kill(self) -> None:
-        process, self._process, self._loaded = self._process, None, False
-        if process is not None:
-            kill_group(process)
-            process.join()
-
-    def _ask(self, request: Request | None, timeout_s: float, component: str, subject: str) -> np.ndarray | None:
-        """One request, or none, and the answer. When time is up the process is killed: that ends sending, too."""
-        process, connection = self._process, self._connection
-        if process is None or connection is None:
-            raise RewardError(component, subject, "the worker is closed")
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            kill_group(process)
-
-        timer = threading.Timer(timeout_s, expire)
-        timer.start()
+    def _ask(self, timeout_s: float, component: str, subject: str, *request: Request) -> np.ndarray | None:
+        """The answer to one request, or to none."""
         try:
-            if request is not None:
-                connection.send(request)
-            answer: np.ndarray | RewardError | None = connection.recv()
-        except (EOFError, OSError) as error:
-            process.join(timeout=1)  # its own exit code, if it is about to have one
-            self._kill()
-            cause = TIMED_OUT.format(timeout_s) if expired.is_set() else f"the worker {epitaph(process.exitcode)}"
-            if subject == STARTING and process.exitcode == 1:
-                cause += f". {MAIN_SCRIPT}"
-            raise RewardError(component, subject, cause) from error
-        finally:
-            timer.cancel()
+            answer: np.ndarray | RewardError | None = self._child.ask(timeout_s, *request)
+        except LostChild as error:
+            self._loaded = False
+            hint = f". {MAIN_SCRIPT}" if subject == STARTING and error.exitcode == 1 else ""
+            raise RewardError(component, subject, f"the worker {error}{hint}") from error
+        except UNSENDABLE as error:  # nothing was sent, and the process waits on
+            raise scoring.failure(component, subject, error) from error
         if isinstance(answer, RewardError):
             raise answer
         return answer
@@ -196,14 +155,12 @@ class OnHost:
 
     gpus: Sequence[str] = ()
 
-    def __call__(
-        self, index: int, scorers: Mapping[str, AnyScorer], timeout_s: float, load_timeout_s: float
-    ) -> ProcessWorker:
-        return ProcessWorker(scorers, timeout_s, load_timeout_s, self.gpus[index] if self.gpus else "")
+    def __call__(self, index: int, scorers: Mapping[str, AnyScorer], load_timeout_s: float) -> ProcessWorker:
+        return ProcessWorker(scorers, load_timeout_s, self.gpus[index] if self.gpus else "", index == 0)
 
 
 def _pickle(name: str, scorer: AnyScorer) -> bytes:
     try:
         return pickle.dumps(scorer)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+    except UNSENDABLE as error:
         raise scoring.failure(name, "its way to a worker", error) from error

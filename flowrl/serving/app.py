@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,16 +15,16 @@ import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.requests import ClientDisconnect
 
 from flowrl.rewards.wire import CONTENT_TYPE, PATH, VERSION, WireError
 from flowrl.serving import metrics
-from flowrl.serving.batching import Batcher, Item, QueueFullError
+from flowrl.serving.batching import Batcher, Item, NotNowError, Place
+from flowrl.serving.bodies import CLOSE, GONE, Bodies
 from flowrl.serving.host import Host, LostError, ScoringError, Served
 
 INLINE_BYTES = 100_000  # a larger body is decoded in a thread, while the server goes on with others
-RETRY_AFTER = {"retry-after": "1"}
-GONE = 499  # the client, before its request had ended: nobody reads this answer
+LOADING_S = 5  # between questions for a scorer that is being loaded
+PAUSES_S = (5.0, 30.0)  # before a scorer that was lost and could not be loaded is loaded again
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Limits:
         max_wait_ms: how long a request waits for others to join it.
         queue_size: requests that may wait; further ones are answered 503.
         max_body_mb: of a request, in units of 10^6 bytes; also what its PNG files may unpack to.
+        max_queue_mb: of all requests that wait or are being scored; apart from these, of all that are on their way.
         timeout_s: for a body to arrive, and for one batch to be scored.
         load_timeout_s: for the scorer to start and to load.
     """
@@ -46,6 +47,7 @@ class Limits:
     max_wait_ms: float = 5.0
     queue_size: int = 50
     max_body_mb: int = 128
+    max_queue_mb: int = 1000
     timeout_s: float = 120.0
     load_timeout_s: float = 600.0
 
@@ -53,6 +55,15 @@ class Limits:
     def max_bytes(self) -> int:
         """Of a body."""
         return self.max_body_mb * 1_000_000
+
+    @property
+    def max_queue_bytes(self) -> int:
+        """Of all requests together."""
+        return self.max_queue_mb * 1_000_000
+
+
+class UnloadableError(RuntimeError):
+    """The scorer cannot be loaded, for good; one sentence."""
 
 
 class Dialect(Protocol):
@@ -97,8 +108,20 @@ class Service:
         self._stop = stop
         self._ready = False
         self._host = Host(dialect.served, limits.timeout_s, limits.load_timeout_s)
-        self._batcher = Batcher(self._scored, limits.max_batch_size, limits.max_wait_ms, limits.queue_size)
-        self._metrics = metrics.Metrics(lambda: self._batcher.num_waiting)
+        self._batcher = Batcher(
+            self._scored,
+            max_batch_size=limits.max_batch_size,
+            max_wait_ms=limits.max_wait_ms,
+            queue_size=limits.queue_size,
+            max_bytes=limits.max_queue_bytes,
+            repeat_s=2 * limits.timeout_s,
+        )
+        self._bodies = Bodies(limits.max_bytes, limits.max_queue_bytes, limits.timeout_s)
+        self._metrics = metrics.Metrics(
+            waiting=lambda: self._batcher.num_waiting,
+            held=lambda: self._batcher.num_bytes,
+            arriving=lambda: self._bodies.num_bytes,
+        )
         self.failure: BaseException | None = None
 
     @asynccontextmanager
@@ -110,7 +133,6 @@ class Service:
         finally:
             task.cancel()
             self._host.close()
-            self._batcher.close()
             await asyncio.wait([task])
             self.failure = None if task.cancelled() else task.exception()
 
@@ -118,27 +140,24 @@ class Service:
         """`POST /v1/score`."""
         started = time.perf_counter()
         try:
-            place = self._admitted(request)
-        except HTTPException:
-            await _discard(request, self._limits.timeout_s)
-            raise
-        try:
-            item = await self._read(request)
-            scores = await self._batcher.score(item, place)
+            body = await self._body(request)
+            with self._place(len(body)) as place:
+                item = await self._read(body)
+                scores = await _unless_gone(request, self._batcher.put(item, place))
+        except NotNowError as error:
+            raise self._not_now(str(error)) from error
         except LostError as error:
-            raise HTTPException(503, str(error), RETRY_AFTER) from error
+            raise HTTPException(500, str(error)) from error
         except ScoringError as error:
-            raise HTTPException(422, str(error)) from error
+            raise HTTPException(422 if error.final else 500, str(error)) from error
         except WireError as error:
             raise HTTPException(400, str(error)) from error
-        finally:
-            self._batcher.leave(place)
         self._metrics.requests.labels(200).inc()
         self._metrics.request_seconds.observe(time.perf_counter() - started)
         return JSONResponse({"protocol_version": VERSION, self._dialect.scores_key: scores.tolist()})
 
     async def health(self) -> Response:
-        """`GET /healthz`: 200 once the scorer is loaded."""
+        """`GET /healthz`: 200 while the scorer is loaded."""
         return JSONResponse({"status": "ready" if self._ready else "loading"}, 200 if self._ready else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -151,53 +170,102 @@ class Service:
         assert isinstance(error, AnyHTTPException)
         if request.url.path == PATH:
             self._metrics.requests.labels(error.status_code).inc()
-        return JSONResponse(
-            {"protocol_version": VERSION, "error": error.detail}, error.status_code, headers=error.headers
-        )
+        why = str(error.detail).encode(errors="backslashreplace").decode()  # it may be anybody's, with half a character
+        return JSONResponse({"protocol_version": VERSION, "error": why}, error.status_code, headers=error.headers)
 
-    def _admitted(self, request: Request) -> object:
-        """A place in the queue, or whatever can be said against a request before it is read, as HTTPException."""
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """The answer when a request has found a fault of the server's, which is in its log."""
+        return await self.refused(request, HTTPException(500, f"the server failed: {type(error).__name__}", CLOSE))
+
+    async def _body(self, request: Request) -> bytes:
+        """Of a request that may be scored, or whatever there is against that, as HTTPException or NotNowError."""
+        try:
+            self._check(request)
+        except HTTPException as error:
+            if not await self._bodies.drained(request):
+                error.headers = {**(error.headers or {}), **CLOSE}
+            raise
+        return await self._bodies.read(request)
+
+    def _check(self, request: Request) -> None:
+        """What can be said against a request before it is read. Raises HTTPException."""
         self._authorise(request)
         header, headers = self._dialect.version_header, request.headers
         if headers.get(header) != VERSION:
             raise HTTPException(400, f"the header {header} must be {VERSION}, got {headers.get(header)}")
         if headers.get("content-type") != CONTENT_TYPE:
             raise HTTPException(400, f"the content-type must be {CONTENT_TYPE}, got {headers.get('content-type')}")
-        if not self._ready:
-            raise HTTPException(503, "the scorer is being loaded", RETRY_AFTER)
+        self._bodies.check_length(request)
         try:
-            return self._batcher.enter()
-        except QueueFullError as error:
-            raise HTTPException(503, str(error), RETRY_AFTER) from error
+            self._check_ready()
+            self._batcher.check_open()
+        except NotNowError as error:
+            raise self._not_now(str(error)) from error
+
+    def _check_ready(self) -> None:
+        if not self._ready:
+            raise NotNowError("the scorer is being loaded")
+
+    @contextmanager
+    def _place(self, num_bytes: int) -> Iterator[Place]:
+        """In the queue, for a request that is there. Raises NotNowError."""
+        self._check_ready()  # it may have been lost while the request came
+        place = self._batcher.enter(num_bytes)
+        try:
+            yield place
+        finally:
+            self._batcher.leave(place)
+
+    def _not_now(self, why: str) -> HTTPException:
+        seconds = self._batcher.busy_s if self._ready else LOADING_S
+        return HTTPException(503, why, {"retry-after": str(seconds)})
 
     def _authorise(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise HTTPException(401, "the bearer token is missing or wrong", {"www-authenticate": "Bearer"})
 
-    async def _read(self, request: Request) -> Item:
+    async def _read(self, body: bytes) -> Item:
         max_bytes = self._limits.max_bytes
-        body = await _body(request, max_bytes, self._limits.timeout_s)
         if len(body) < INLINE_BYTES:
             return self._dialect.read(body, max_bytes)
         return await asyncio.to_thread(self._dialect.read, body, max_bytes)
 
     async def _work(self) -> None:
         try:
-            await asyncio.to_thread(self._host.load)
-            self._ready = True
+            await self._load()
             await self._batcher.run()
-        finally:
-            self._stop()  # without this task nobody would ever be answered
+        finally:  # without this task nobody would ever be answered
+            self._ready = False
+            self._batcher.give_up(NotNowError("the server is ending"))
+            self._stop()
 
-    def _scored(self, payloads: Sequence[Any]) -> np.ndarray:
-        """One batch; runs in the batcher's thread."""
+    async def _load(self, pauses: Sequence[float] = ()) -> None:
+        """Load the scorer, after as many `pauses` as it takes, while nobody waits. Raises UnloadableError at last."""
+        self._ready = False
+        for number, pause in enumerate((*pauses, None)):
+            try:
+                await asyncio.to_thread(self._host.load)
+            except (ScoringError, LostError) as error:
+                if pause is None:
+                    raise UnloadableError(str(error)) from error
+                why = f"the scorer was lost and cannot be loaded again: {error}"
+                self._batcher.give_up(NotNowError(why))
+                log.log(logging.DEBUG if number else logging.ERROR, "%s; it is tried again", why)
+                await asyncio.sleep(pause)
+            else:
+                self._ready = True
+                return
+
+    async def _scored(self, payloads: Sequence[Any]) -> np.ndarray:
+        """One batch. When the scorer is lost with it, another one is there before that is raised."""
         started = time.perf_counter()
         try:
-            scores = self._host.score(payloads)
+            scores = await asyncio.to_thread(self._host.score, payloads)
         except LostError as error:
             self._metrics.lost.inc()
             log.warning("%s", error)
+            await self._load(PAUSES_S)
             raise
         self._metrics.samples.inc(len(scores))
         self._metrics.score_seconds.observe(time.perf_counter() - started)
@@ -213,31 +281,17 @@ def create_app(service: Service) -> FastAPI:
     app.add_api_route("/healthz", service.health)
     app.add_api_route("/metrics", service.metrics)
     app.add_exception_handler(AnyHTTPException, service.refused)
+    app.add_exception_handler(Exception, service.failed)
     return app
 
 
-async def _body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """The whole body. One that is too large is refused when all of it has come, though none of it is kept."""
-    parts: list[bytes] = []
-    size = 0
+async def _unless_gone(request: Request, scores: asyncio.Future[np.ndarray]) -> np.ndarray:
+    """The scores, unless the client, all of whose request has come, goes away before they are there."""
+    gone = asyncio.ensure_future(request.receive())  # nothing else can come
     try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size <= max_bytes:
-                    parts.append(part)
-                else:
-                    parts.clear()
-    except TimeoutError as error:
-        raise HTTPException(408, f"the request did not arrive within {seconds:g} s") from error
-    except ClientDisconnect as error:
-        raise HTTPException(GONE, "the client has gone") from error
-    if size > max_bytes:
-        raise HTTPException(413, f"the request has {size} bytes, and {max_bytes} are allowed (max_body_mb)")
-    return b"".join(parts)
-
-
-async def _discard(request: Request, seconds: float) -> None:
-    """Let a client finish its request: one that is still writing would read no answer, but a broken connection."""
-    with suppress(HTTPException):
-        await _body(request, 0, seconds)
+        await asyncio.wait((gone, scores), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if not scores.done():
+        raise HTTPException(GONE, "the client has gone")
+    return scores.result()

@@ -5,27 +5,23 @@ Nothing but the standard library and what is scored with is imported here: the p
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
 import pickle
 import signal
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from flowrl.distributed.launch.process import epitaph, follow_parent, interrupts_blocked, kill_group
+from flowrl.distributed.launch.child import Child, LostChild
+from flowrl.distributed.launch.process import follow_parent
 
 if TYPE_CHECKING:
     import numpy as np
 
 NAME = "flowrl-scorer"  # of the process
 FAULTS = (Exception, SystemExit)  # a scorer is anybody's code, and may wish to end the process
-
-log = logging.getLogger(__name__)
+UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, MemoryError)  # from pickling
 
 
 class Served(Protocol):
@@ -40,12 +36,29 @@ class Served(Protocol):
         ...
 
 
+@runtime_checkable
+class SelfTimed(Protocol):
+    """A `Served` that waits for others, and gives up by itself: it has these limits instead of a server's."""
+
+    def load_limit_s(self, load_timeout_s: float) -> float:
+        """By then it is loaded, or is not going to be; what it loads besides takes `load_timeout_s`."""
+        ...
+
+    def score_limit_s(self, payloads: Sequence[Any]) -> float:
+        """By then these are scored, or are not going to be."""
+        ...
+
+
 class ScoringError(RuntimeError):
-    """The scorer raised, or its scores are of no use; one sentence. The same samples would fail again."""
+    """The scorer raised, or its scores are of no use; one sentence. If `final`, the same samples would fail again."""
+
+    def __init__(self, sentence: str, final: bool = False) -> None:
+        super().__init__(sentence)
+        self.final = final
 
 
 class LostError(RuntimeError):
-    """The scorer's process hung or died, perhaps for reasons of its own; one sentence."""
+    """The scorer's process hung, died or could not be started; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class _Raised:
     """An answer: what the scorer raised."""
 
     sentence: str
+    final: bool
 
 
 class Host:
@@ -60,92 +74,50 @@ class Host:
 
     Args:
         served: what scores.
-        timeout_s: for one batch; then the process is killed.
-        load_timeout_s: to start and to load.
+        timeout_s: for one batch; then the process is killed. Unless it is `SelfTimed`, then that says when.
+        load_timeout_s: to start and to load, likewise.
     """
 
     def __init__(self, served: Served, timeout_s: float, load_timeout_s: float) -> None:
-        self._pickled = pickle.dumps(served)
+        self._child = Child(serve, (pickle.dumps(served),), NAME)
+        self._own = served if isinstance(served, SelfTimed) else None
         self._timeout_s = timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._lock = threading.Lock()  # of starting and closing: no process is started after `close`
-        self._closed = False
-        self._process: SpawnProcess | None = None
-        self._connection: Connection | None = None
+        self._load_timeout_s = self._own.load_limit_s(load_timeout_s) if self._own else load_timeout_s
 
     def load(self) -> None:
-        """Return when the scorer is loaded. Raises ScoringError if it cannot be, LostError if the process is lost."""
-        if self._process is None:
-            self._start()
-            try:
-                self._answer(self._load_timeout_s)
-            except ScoringError:
-                self._kill()
-                raise
+        """Start the process and return when the scorer is loaded.
+
+        Raises ScoringError if it cannot be, LostError if the process is lost; then there is none.
+        """
+        try:
+            self._child.start()
+            self._answer(self._load_timeout_s)
+        except ScoringError:
+            self._child.kill()
+            raise
+        except OSError as error:
+            raise LostError(f"the scorer's process cannot be started: {error}") from error
 
     def score(self, payloads: Sequence[Any]) -> np.ndarray:
-        """float64: the scores of all samples. Raises ScoringError, or LostError after having ended the process."""
-        self.load()
-        assert self._connection is not None
-        scores: np.ndarray = self._answer(self._timeout_s, payloads)
+        """float64: the scores of all samples. Raises ScoringError, or LostError: then it must be loaded again."""
+        timeout_s = self._own.score_limit_s(payloads) if self._own else self._timeout_s
+        scores: np.ndarray = self._answer(timeout_s, payloads)
         return scores
 
     def close(self) -> None:
         """Kill the process and start no other; whoever waits for it gets LostError."""
-        with self._lock:
-            self._closed = True
-        self._kill()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        with self._lock:
-            if self._closed:
-                raise LostError("the server is ending")
-            self._connection, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, self._pickled), name=NAME, daemon=True)
-            with interrupts_blocked():
-                process.start()
-            self._process = process
-            theirs.close()  # the process has its own; ours would hide its death
+        self._child.close()
 
     def _answer(self, timeout_s: float, *question: Sequence[Any]) -> Any:
-        """What the process says, asked or by itself. When time is up it is killed: that ends sending, too."""
-        process, connection = self._process, self._connection
-        assert process is not None
-        assert connection is not None
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            kill_group(process)
-
-        timer = threading.Timer(timeout_s, expire)
-        timer.start()
         try:
-            for part in question:
-                connection.send(part)
-            answer = connection.recv()
-        except (EOFError, OSError) as error:
-            process.join(timeout=1)  # its own exit code, if it is about to have one
-            self._kill()
-            raise LostError(_lost(process, timeout_s, expired.is_set())) from error
-        finally:
-            timer.cancel()
+            answer = self._child.ask(timeout_s, *question)
+        except LostChild as error:
+            raise LostError(f"the scorer {error}") from error
+        except UNSENDABLE as error:  # before anything was sent
+            raise ScoringError(f"it cannot be sent to the scorer: {type(error).__name__}: {error}") from error
         if isinstance(answer, _Raised):
-            raise ScoringError(answer.sentence)
+            raise ScoringError(answer.sentence, answer.final)
         return answer
-
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            kill_group(process)
-            process.join()
-
-
-def _lost(process: SpawnProcess, timeout_s: float, expired: bool) -> str:
-    if expired:
-        return f"the scorer did not answer within {timeout_s:g} s and was stopped"
-    return f"the scorer's process {epitaph(process.exitcode)}"
 
 
 # ---------------------------------------------------------------------------------------------- in the process
@@ -178,5 +150,7 @@ def _scored(served: Served, payloads: Sequence[Any]) -> np.ndarray | _Raised:
 
 
 def _raised(error: BaseException) -> _Raised:
+    from flowrl.rewards.scoring import FinalError
+
     traceback.print_exception(error)  # in the server's log; its clients get the sentence
-    return _Raised(f"{type(error).__name__}: {error}")
+    return _Raised(f"{type(error).__name__}: {error}", isinstance(error, FinalError))

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from flowrl.rewards import latent_wire
+from flowrl.rewards.scoring import checked
 from flowrl.serving.batching import Item
-from flowrl.serving.checks import checked_scores
 
 
 @runtime_checkable
@@ -24,7 +24,8 @@ class LatentModel(Protocol):
     def score(
         self, latents: np.ndarray, text: Mapping[str, np.ndarray], u: np.ndarray, seeds: Sequence[int | None]
     ) -> np.ndarray:
-        """float64 [B], raw scores. Raises on failure, never a stand-in.
+        """float64 [B], raw scores. Raises on failure, never a stand-in: FinalError (of `rewards.scoring`) for samples
+        that it will never score, anything else for what may be better the next time.
 
         Args:
             latents: float32 [B, C, (F,) h, w], clean.
@@ -52,7 +53,7 @@ class LatentScorerProcess:
         text = {name: np.concatenate([sample.text[name] for sample in payloads]) for name in payloads[0].text}
         u = np.array([sample.u for sample in payloads], np.float32)
         scores = self.model.score(latents, text, u, [sample.seed for sample in payloads])
-        return checked_scores(scores, len(payloads))
+        return checked(scores, range(len(payloads)))
 
 
 @dataclass(frozen=True)
@@ -72,4 +73,4 @@ class Latents:
         """One sample. Raises WireError."""
         sample = latent_wire.decode(body)
         shapes = (sample.latents.shape, *((name, part.shape) for name, part in sample.text.items()))
-        return Item(shapes, 1, sample)
+        return Item(shapes, 1, sample.latents.nbytes + sum(part.nbytes for part in sample.text.values()), sample)

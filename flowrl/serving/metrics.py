@@ -12,9 +12,15 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Counts and times of one server. `waiting` tells how many requests wait at the moment."""
+    """Counts and times of one server.
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
+    Args:
+        waiting: requests that wait at the moment.
+        held: bytes of those and of those that are being scored.
+        arriving: bytes that have come of those that are on their way.
+    """
+
+    def __init__(self, *, waiting: Callable[[], int], held: Callable[[], int], arriving: Callable[[], int]) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self.requests = Counter(
@@ -34,7 +40,12 @@ class Metrics:
         self.batch_requests = Histogram(
             "flowrl_batch_requests", "Requests that were scored together.", buckets=SIZES, registry=registry
         )
-        Gauge("flowrl_waiting_requests", "Requests in the queue.", registry=registry).set_function(waiting)
+        for name, about, value in (
+            ("flowrl_waiting_requests", "Requests in the queue.", waiting),
+            ("flowrl_held_bytes", "Of requests in the queue and in the scorer.", held),
+            ("flowrl_arriving_bytes", "Of requests that are on their way, what has come of them.", arriving),
+        ):
+            Gauge(name, about, registry=registry).set_function(value)
 
     def text(self) -> bytes:
         """The page of `/metrics`."""

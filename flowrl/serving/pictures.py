@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flowrl.rewards import wire
-from flowrl.rewards.frames import VideoScorer, as_pictures
+from flowrl.rewards.scoring import SelfTimed, limit_s, load_limit_s, num_scored, score_shown
 from flowrl.serving.batching import Item
-from flowrl.serving.checks import checked_scores
 
 if TYPE_CHECKING:
     from flowrl.rewards.combine import Component
@@ -32,34 +31,42 @@ class PictureScorer:
         """float64, as in a training run: of videos, the scores that a scorer of pictures gives frames are averaged."""
         images = np.concatenate([payload.images for payload in payloads])
         prompts = [prompt for payload in payloads for prompt in payload.prompts]
-        if images.ndim == 4:
-            return checked_scores(self.scorer.score(images, prompts), len(images))
-        if isinstance(self.scorer, VideoScorer):
-            return checked_scores(self.scorer.score_videos(images, prompts), len(images))
-        frames, prompts = as_pictures(images, prompts)
-        scores = checked_scores(self.scorer.score(frames, prompts), len(frames))
-        means: np.ndarray = scores.reshape(len(images), -1).mean(axis=1)
-        return means
+        return score_shown(self.scorer, images, prompts, range(len(images)))
+
+
+@dataclass(frozen=True)
+class PatientScorer(PictureScorer):
+    """The same of a scorer that is `scoring.SelfTimed`: a client of yet another server."""
+
+    def load_limit_s(self, load_timeout_s: float) -> float:
+        """See `host.SelfTimed`."""
+        return load_limit_s([self.scorer], load_timeout_s)
+
+    def score_limit_s(self, payloads: Sequence[wire.Pictures]) -> float:
+        """See `host.SelfTimed`."""
+        return limit_s(self.scorer, sum(num_scored(self.scorer, payload.images) for payload in payloads), 0.0)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The general protocol."""
+    """The general protocol; a request has at most `max_samples` pictures or videos."""
 
     component: Component
+    max_samples: int = 1024
     version_header: str = wire.VERSION_HEADER
     scores_key: str = "scores"
 
     @property
     def served(self) -> PictureScorer:
         """The component's scorer."""
-        return PictureScorer(self.component.scorer)
+        kind = PatientScorer if isinstance(self.component.scorer, SelfTimed) else PictureScorer
+        return kind(self.component.scorer)
 
     def read(self, body: bytes, max_bytes: int) -> Item:
         """Of videos, the component's `frames` are kept. Raises WireError."""
-        received = wire.decode(body, max_bytes)
+        received = wire.decode(body, max_bytes, self.max_samples)
         try:
             images = self.component.scored_part(received.images)
         except ValueError as error:
             raise wire.WireError(str(error)) from error
-        return Item(images.shape[1:], len(images), wire.Pictures(images, received.prompts))
+        return Item(images.shape[1:], len(images), received.images.nbytes, wire.Pictures(images, received.prompts))

@@ -18,6 +18,7 @@ from flowrl.distributed.launch.ray import Ray
 from flowrl.distributed.launch.spawn import Spawn
 from flowrl.distributed.weight_sync.manifest import Mode
 from flowrl.distributed.weight_sync.publisher import Transport
+from flowrl.rewards.networks import NetworkScorer
 from flowrl.rewards.worker import OnHost
 
 LAYOUTS = ("shared", "colocated", "standalone")
@@ -191,7 +192,27 @@ def _reward_workers(run: Config) -> Iterator[Problem]:
         if reward.num_workers == 0 and (remote or (reward.runtime == "colocated" and not _draws_itself(run))):
             message = f"must be at least 1 with {path}.runtime={reward.runtime}: the trainer's process has no such GPU."
             yield Problem(f"{path}.num_workers", message)
+        yield from _networks(run, path, reward)
     yield from _reward_gpus(run)
+
+
+def _networks(run: Config, path: str, reward: Reward) -> Iterator[Problem]:
+    """Where workers see no GPU, a network is computed by one core: hours for what a GPU does in seconds.
+
+    Without workers it is computed where the trainer is.
+    """
+    if reward.num_workers == 0 or reward.runtime == "remote" or (reward.runtime == "colocated" and on_gpu(run)):
+        return
+    for name, part in reward.components.items():
+        if not isinstance(part.scorer, NetworkScorer):
+            continue
+        device = f"{path}.components.{name}.scorer.device"
+        hint = f"Set {path}.runtime=colocated, or remote (GPUs of its own); or {device}=cpu, if that is meant."
+        if part.scorer.device == "cuda":
+            yield Problem(device, f"is cuda, but with {path}.runtime={reward.runtime} its workers see no GPU.", hint)
+        elif part.scorer.device == "auto" and on_gpu(run):
+            message = f"is {reward.runtime}: the network of {name!r} would be computed by one core of the CPU."
+            yield Problem(f"{path}.runtime", message, hint)
 
 
 def _draws_itself(run: Config) -> bool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import flowrl
-from flowrl.build import build
+from flowrl.build import assemble, build
 from flowrl.cli.compose import load_config
 from flowrl.preflight import preflight
+from flowrl.trainers import placement
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -39,6 +40,14 @@ def test_a_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
 def test_a_miniature_is_of_the_recipes_own_architecture() -> None:
     config = build(load_config(["recipe=wan22_5b_dance_hpsv3", "debug=tiny"]).model, "model")
     assert config.load(torch.device("cpu")).pipeline.config.expand_timesteps, "Wan2.2 TI2V-5B's own"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_its_rewards_where_its_gpus_are(name: str) -> None:
+    """As shipped, on GPUs, and not at tiny size. What users must set themselves is set."""
+    files = ["data.train=prompts.txt", "trainer.eval.sets.heldout=prompts.txt"]
+    run, problems = assemble(load_config([f"recipe={name}", "device=cuda", *files]))
+    assert problems == [] and list(placement.problems(run)) == []
 
 
 def test_every_swap_passes_preflight() -> None:

@@ -97,12 +97,15 @@ def test_latents_are_scored_together_and_as_the_model_scores_them(servers: tuple
 
 @pytest.mark.parametrize("file_format", ["safetensors", "png"])
 def test_pictures_are_scored_as_the_prompt_of_each_says(servers: tuple[Running, Running], file_format: str) -> None:
-    scorer = HTTP(url=servers[0].url, format=file_format, batch_size=1, concurrency=2)
+    scorer = HTTP(url=servers[0].url, format=file_format, batch_size=1, concurrency=2, retries=1)
     scorer.load()
     images, prompts = np.repeat(IMAGES, 5, axis=0), [Prompt(f"p{slot}", "a cat") for slot in range(5)]
     assert scorer.score(images, prompts).tolist() == [1.0] * 5
+    prompts[3] = Prompt("p3", "a cat", metadata={"then": "refuse"})
+    with pytest.raises(AnswerError, match=r"answered 422: .*FinalError: no target"):
+        scorer.score(images, prompts)
     prompts[3] = Prompt("p3", "a cat", metadata={"then": "raise"})
-    with pytest.raises(AnswerError, match=r"answered 422: .*ZeroDivisionError: "):
+    with pytest.raises(UnreachableError, match=r"answered 500: .*ZeroDivisionError: "):
         scorer.score(images, prompts)
 
 
@@ -116,7 +119,7 @@ def test_a_flood_is_answered_to_the_last(servers: tuple[Running, Running]) -> No
         if answer.status_code == 200:
             read_scores(answer.json(), 1)
         else:
-            assert answer.headers["retry-after"] == "1"
+            assert int(answer.headers["retry-after"]) >= 1
         return answer.status_code
 
     with httpx2.Client() as client, ThreadPoolExecutor(30) as threads:
@@ -145,11 +148,15 @@ def test_a_server_that_is_killed_is_an_error_and_leaves_nothing(servers: tuple[R
     latents, text = np.zeros((1, 4, 2, 2), np.float32), {"prompt_embeds": np.zeros((1, 2, 2), np.float32)}
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(client.score_latents, latents, text, [Prompt("p", "a cat")])
-        time.sleep(0.3)  # it has arrived by then; if not, the outcome is the same
+        until(lambda: is_being_scored(httpx2.get(f"{server.url}/metrics").text))
         server.process.kill()
         with pytest.raises(UnreachableError, match="sample 0: POST"):
             asked.result(10)
     assert gone(scorer.pid)
+
+
+def is_being_scored(metrics: str) -> bool:
+    return "flowrl_waiting_requests 0.0" in metrics and "flowrl_held_bytes 0.0" not in metrics
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -104,6 +104,7 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("weight_sync.timeout_s", 0.0),
         ("rollout.batch_size", 0),
         ("reward.timeout_s", 0.0),
+        ("reward.load_timeout_s", 0.0),
         ("reward.num_workers", -1),
         ("reward.runtime", "gpu"),
         ("reward.num_gpus_per_worker", 2.0),  # of workers without any
@@ -359,6 +360,7 @@ def test_everything_comes_together(base: DictConfig) -> None:
         ("trainer.eval.num_steps", {"trainer.eval.num_steps": 2**70}),
         ("data.train_batch_size", {"data.train_batch_size": 2**70}),
         ("reward.timeout_s", {"reward.timeout_s": 1e12}),
+        ("reward.load_timeout_s", {"reward.load_timeout_s": 1e12}),
         ("reward.components", {"reward.components.ocr.weight": 0.0}),
         ("actor.lora.warm_start", {"actor.mode": "full", "actor.lora.warm_start": "anywhere"}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_a_latent_model_is_built_with_its_own_keys() -> None:
         (["reward=[ocr,jpeg_compressibility]"], "reward: must be one component, got ocr, jpeg_compressibility."),
         (["reward=latent_http"], "reward: latent_http scores latents, and this server is sent pictures."),
         (["reward=ocr", "prot=3"], "prot: there is no such key. Did you mean port?"),
+        (["reward=ocr", "max_samples=0"], "max_samples: must be at least 1, got 0."),
         (["reward=ocr", "data.seed=3"], "data.seed: there is no such key."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -60,12 +62,17 @@ def test_only_one_reward_of_pictures_is_served(
         (["host=0.0.0.0"], "host: 0.0.0.0 can be reached from other machines. Set token_env=NAME"),
         (["host=::"], "host: :: can be reached from other machines."),
         (["host=example.org"], "host: example.org can be reached from other machines."),
-        (["token_env=NO_SUCH"], "token_env: names the environment variable NO_SUCH, which is not set"),
+        (["token_env=NO_SUCH"], "token_env: the environment variable NO_SUCH is not set."),
         (
             ["queue_size=0", "max_body_mb=0"],
             "queue_size: must be at least 1, got 0.\n  max_body_mb: must be at least 1",
         ),
-        (["timeout_s=0"], "timeout_s: must be greater than 0, got 0.0."),
+        (["timeout_s=0"], "timeout_s: must be greater than 0 and at most 604800, got 0.0."),
+        (["load_timeout_s=1e10"], "load_timeout_s: must be greater than 0 and at most 604800, got 10000000000.0."),
+        (["port=-1"], "port: must be at least 0 and at most 65535, got -1."),
+        (["port=99999"], "port: must be at least 0 and at most 65535, got 99999."),
+        (["host=a..b", "token_env=TOKEN"], "host: 'a..b' has no address: "),
+        (["host=192.0.2.1", "token_env=TOKEN"], "host: 192.0.2.1 is no address of this machine: Cannot assign"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -73,8 +80,28 @@ def test_what_would_not_be_safe_or_cannot_work_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH", raising=False)
+    monkeypatch.setenv("TOKEN", "secret")
     assert serve_latent_reward.TOOL.command([MODEL, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve_latent_reward.TOOL.command([MODEL, f"port={port}"]) == 2
+    message = f"port: {port} at 127.0.0.1 cannot be had: Address already in use. port=0 takes any that is free."
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["s3cr3t\n", "s3cr3t\r\n", "two words", "gehe\u00efm", "s3cr3t\t"])
+def test_a_token_that_nobody_could_bring_is_refused_and_not_shown(
+    token: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", token)
+    assert serve_latent_reward.TOOL.command([MODEL, "token_env=REWARD_TOKEN"]) == 2
+    shown = capsys.readouterr().err
+    assert "the environment variable REWARD_TOKEN may hold printable ASCII without spaces alone" in shown
+    assert token.split()[0] not in shown
 
 
 def test_a_latent_model_must_be_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,31 @@ def test_bytes_that_are_no_utf_8_are_found(tmp_path: Path) -> None:
 
 def test_unknown_columns_are_faults_and_chosen_ones_are_read_alone(tmp_path: Path) -> None:
     path = write(tmp_path, {"caption": ["a cat"], "jpg_0": [b"\xff\xd8"]})
-    assert "unknown field 'caption'" in faults(path)[0][1]
+    (caption, picture, prompt) = faults(path)
+    assert "has an unknown column 'caption'" in caption[1] and "has an unknown column 'jpg_0'" in picture[1]
+    assert prompt == (None, "has no column 'prompt'; columns: caption, jpg_0")
     found: list[Fault] = []
     assert list(read_rows(path, found, ["caption", "prompt"])) == [(1, {"caption": "a cat"})] and not found
     assert not list(read_rows(path, found, ["text"]))
     assert found == [Fault("has no column 'text'; columns: caption, jpg_0")]
+
+
+def test_a_column_that_no_row_may_have_is_one_fault_with_its_remedy(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": ["a cat"] * 30, "style": ["neon"] * 30})
+    ((line, message),) = faults(path)
+    assert line is None and "`python -m data_process prepare --metadata-keys style`" in message
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([None, [("x", 1), ("x", 2)]], pa.map_(pa.string(), pa.int64())), "holds a map with a key twice"),
+        (pa.array([None, [10**7]], pa.list_(pa.date32())), "holds a value that Python cannot: date value out of range"),
+    ],
+)
+def test_values_that_python_does_not_have(tmp_path: Path, column: pa.Array, message: str) -> None:
+    ((line, found),) = faults(write(tmp_path, {"prompt": ["a cat", "a dog"], "metadata": column}))
+    assert line == 2 and found.startswith(message)
 
 
 def test_broken_files(tmp_path: Path) -> None:

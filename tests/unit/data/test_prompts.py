@@ -1,6 +1,8 @@
 """Prompt files: what is read, and every way in which a file can be wrong."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.prompts import PromptFileError, fingerprint, load_prompts
+from flowrl.data.rows import SHOWN
+from flowrl.prompts import MAX_DEPTH, is_too_deep
 
 
 def write(folder: Path, data: str | bytes, name: str = "prompts.txt") -> str:
@@ -62,9 +66,8 @@ def test_a_sample_id_is_the_id(tmp_path: Path) -> None:
 
 
 def test_no_media_is_as_good_as_none(tmp_path: Path) -> None:
-    assert load_prompts(rows(tmp_path, {"prompt": "a", "images": [], "videos": None})) == [
-        *load_prompts(rows(tmp_path, {"prompt": "a"}))
-    ]
+    found = load_prompts(rows(tmp_path, {"prompt": "a", "images": [], "videos": None}))
+    assert found == load_prompts(rows(tmp_path, {"prompt": "a"}))
 
 
 def test_ten_thousand_characters_are_a_prompt(tmp_path: Path) -> None:
@@ -162,7 +165,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert faults(str(tmp_path / "none.txt")) == [(None, "No such file or directory")]
     (tmp_path / "folder.txt").mkdir()
     assert faults(str(tmp_path / "folder.txt")) == [(None, "Is a directory")]
-    assert "must end in .txt, .jsonl or .parquet" in faults(write(tmp_path, "p", "p.csv"))[0][1]
+    assert "must end in .txt, .jsonl or .parquet" in faults(write(tmp_path, "p", "p.json"))[0][1]
+    assert "`python -m data_process prepare` makes such a file of it" in faults(write(tmp_path, "p", "p.csv"))[0][1]
+    assert faults("~nobody-of-that-name/p.txt") == [(None, "there is no home folder '~nobody-of-that-name'")]
+    assert faults("p\0.txt") == [(None, "cannot be a path: embedded null byte")]
     assert faults(write(tmp_path, "\n\n")) == [(None, "holds no prompt")]
     assert faults("pkg://no_such_package/p.txt") == [(None, "there is no package 'no_such_package'")]
     assert faults("pkg://os/p.txt") == [(None, "there is no package 'os'")]
@@ -172,12 +178,34 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_the_message_is_bounded_and_the_report_is_not(tmp_path: Path) -> None:
-    path = write(tmp_path, "no target\n" * 50)
+    path = write(tmp_path, "".join(f"no target {n}\n" for n in range(50)))
     with pytest.raises(PromptFileError) as caught:
         load_prompts(path, "quoted")
     assert len(caught.value.report()) == 50
-    assert len(str(caught.value).splitlines()) == PromptFileError.shown + 1
-    assert str(caught.value).splitlines()[0].startswith(f"{path}:1: ")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == SHOWN + 2 and lines[0].startswith(f"{path}:1: ")
+    assert lines[-2:] == ["... and 30 more", f"`python -m data_process inspect --all {path}` lists every one"]
+
+
+def test_one_of_many_faults_that_say_the_same_stands_for_all(tmp_path: Path) -> None:
+    path = write(tmp_path, "a\n" + "no target\n" * SHOWN + "another\n" * (SHOWN + 1))
+    with pytest.raises(PromptFileError) as caught:
+        load_prompts(path, "quoted")
+    places = [line.split(": ")[0] for line in caught.value.report()]
+    assert places == [f"{path}:{number}" for number in range(1, SHOWN + 3)]
+    assert caught.value.report()[-1].endswith(f"another (and {SHOWN} times more; --all lists them)")
+    assert len(caught.value.report(every=True)) == 2 * SHOWN + 2
+    assert str(caught.value).endswith("lists every one")
+
+
+def test_metadata_that_could_not_be_told_to_a_reward(tmp_path: Path) -> None:
+    def of_depth(depth: int) -> str:
+        return write(tmp_path, f'{{"prompt": "a", "metadata": {{"a": {"[" * depth}{"]" * depth}}}}}', "p.jsonl")
+
+    assert not is_too_deep(load_prompts(of_depth(MAX_DEPTH - 2))[0].metadata)
+    for depth in (MAX_DEPTH - 1, 300, 600, 900):
+        assert faults(of_depth(depth)) == [(1, f"is nested more than {MAX_DEPTH} deep")]
+    assert load_prompts(write(tmp_path, f'{{"prompt": "{"[" * 300}"}}', "p.jsonl"))
 
 
 def test_shipped_prompts_are_read_from_the_package() -> None:
@@ -192,6 +220,26 @@ def test_ids_depend_on_content_alone(tmp_path: Path) -> None:
     assert first.items() <= second.items()
     repeated = [prompt.id for prompt in load_prompts(write(tmp_path, "a\na\nb\n"))]
     assert repeated[0] == repeated[1] != repeated[2]
+
+
+def test_a_file_is_read_once_while_it_is_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path, "a cat\n")
+    stamp = Path(path).stat()
+    first = load_prompts(path)
+    assert load_prompts(path) is first
+    assert load_prompts(write(tmp_path, "a dog\n"))[0].text == "a dog"  # of the same size ...
+    Path(path).write_text("a cow\n")
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # ... and the same time
+    assert load_prompts(path)[0].text == "a cow"
+
+
+def test_ids_of_content_are_for_ever(tmp_path: Path) -> None:
+    """Checkpoints know the prompts of their run by these."""
+    found = load_prompts(
+        rows(tmp_path, {"prompt": "a c\u00e4t"}, {"target": "t", "prompt": "p", "metadata": {"b": 1, "a": 2}})
+    )
+    texts = ['{"prompt": "a c\\u00e4t"}', '{"metadata": {"a": 2, "b": 1}, "prompt": "p", "target": "t"}']
+    assert [prompt.id for prompt in found] == [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 
 def test_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from data_process.output import new_data_files
+from data_process.output import alone, new_data_files
 from flowrl.data.prompts import load_prompts
 from tests.unit.data_process.support import content, jsonl, read, refused, tool
 
@@ -45,6 +47,9 @@ BROKEN = {
 }
 
 
+REMEDY = "nothing is written; --drop-faulty would leave such rows out"
+
+
 @pytest.mark.parametrize(("name", "data"), SOUND.values(), ids=SOUND)
 def test_sound_files(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
@@ -58,12 +63,12 @@ def test_sound_files(tmp_path: Path, name: str, data: bytes) -> None:
 def test_broken_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, message: str) -> None:
     source = tmp_path / name
     source.write_bytes(data)
-    for given in (
-        ("prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--source", "ocr"),
-        ("inspect", source, "--target", "quoted"),
+    for given, more in (
+        (("prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--source", "ocr"), [REMEDY]),
+        (("inspect", source, "--target", "quoted"), []),
     ):
-        (line,) = refused(capsys, *given)
-        assert line.startswith(f"{source}:{message}"), line
+        line, *others = refused(capsys, *given)
+        assert line.startswith(f"{source}:{message}") and others == more, line
     assert content(tmp_path).keys() == {name}
 
 
@@ -86,14 +91,15 @@ def test_a_fault_in_the_last_row_leaves_older_files_as_they_were(
     good = jsonl(tmp_path / "good.jsonl", [{"prompt": f"prompt {n}"} for n in range(50)])
     bad = jsonl(tmp_path / "bad.jsonl", [*({"prompt": f"prompt {n}"} for n in range(50)), {"prompt": 3}])
     out = tmp_path / "out"
-    for command, options in (
-        ("prepare", ["--output", out / "a.jsonl"]),
-        ("curate", ["--out-dir", out, "--eval-size", 5]),
+    for command, options, more in (
+        ("prepare", ["--output", out / "a.jsonl"], [REMEDY]),
+        ("curate", ["--out-dir", out, "--eval-size", 5], []),
     ):
         assert tool(command, "--input", good, *options) == 0
         before = content(out)
         assert refused(capsys, command, "--input", bad, *options) == [
-            f"{bad}:51: 'prompt' must be a string, got a number"
+            f"{bad}:51: 'prompt' must be a string, got a number",
+            *more,
         ]
         assert content(out) == before
 
@@ -114,7 +120,7 @@ def test_a_full_disk_leaves_older_files_as_they_were(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert line.startswith(str(made.parent)) and "File too large" in line
+    assert line == f"{made}: File too large"
     assert content(made.parent) == before
 
 
@@ -133,6 +139,101 @@ def test_several_files_change_together_or_not_at_all(tmp_path: Path) -> None:
         first.write({"prompt": "a", "metadata": {}})
         raise KeyboardInterrupt
     assert content(tmp_path) == {}
+
+
+def test_two_commands_do_not_write_into_one_folder_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl", [{"prompt": f"prompt {n}"} for n in range(9)]), tmp_path / "out"
+    commands = [
+        ("prepare", "--input", source, "--output", out / "a.jsonl"),
+        ("curate", "--input", source, "--out-dir", out, "--eval-size", 3),
+    ]
+    with alone(out):
+        before = content(out)
+        for command in commands:
+            message = f"{out}: another command is writing into this folder; wait until it has ended"
+            assert refused(capsys, *command) == [message]
+        assert content(out) == before
+        assert tool("prepare", "--input", source, "--output", tmp_path / "other/a.jsonl") == 0
+    assert content(out) == {}
+    assert [tool(*command) for command in commands] == [0, 0]
+    assert content(out).keys() == {"a.jsonl", "train.jsonl", "eval.jsonl", "metadata.json"}
+
+
+def test_commands_that_are_started_together(tmp_path: Path) -> None:
+    """Each that says it is done is done, and is described."""
+    source, out = jsonl(tmp_path / "in.jsonl", [{"prompt": f"prompt {n}"} for n in range(2000)]), tmp_path / "out"
+    given = [sys.executable, "-m", "data_process", "prepare", "--input", str(source), "--output"]
+    started = [
+        subprocess.Popen([*given, str(out / f"{n}.jsonl")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for n in range(4)
+    ]
+    done = {f"{n}.jsonl" for n, process in enumerate(started) if process.wait() == 0}
+    assert done and content(out).keys() == done | {"metadata.json"}
+    assert json.loads((out / "metadata.json").read_text()).keys() == done
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = jsonl(tmp_path / "bad.jsonl", [{"prompt": 3}])
+    assert len(refused(capsys, "prepare", "--input", bad, "--output", tmp_path / "new/deep/a.jsonl")) == 2
+    (tmp_path / "a.jsonl").mkdir()
+    good = jsonl(tmp_path / "good.jsonl", [{"prompt": "a"}])
+    said = refused(capsys, "prepare", "--input", good, "--output", tmp_path / "a.jsonl")
+    assert said == [f"{tmp_path / 'a.jsonl'}: is a folder"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "bad.jsonl", "good.jsonl"}
+
+
+def test_nested_fields_that_become_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(f'{{"prompt": "a", "x": {"[" * 900}{"]" * 900}}}')
+    given = ("prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--metadata-keys", "x")
+    assert refused(capsys, *given)[0] == f"{source}:1: is nested more than 100 deep"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from data_process.__main__ import command
+
+renames, rename = iter(range(int(sys.argv[1]))), Path.replace
+
+def until_killed(path, target):
+    if next(renames, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(path, target)
+
+Path.replace = until_killed
+command(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("num_renamed", range(4))
+def test_a_kill_between_two_renames_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_renamed: int
+) -> None:
+    out, clean = tmp_path / "out", tmp_path / "clean"
+    files = [out / f"{name}.jsonl" for name in ("train", "eval", "eval4")]
+    inspection = ("inspect", "--train", files[0], "--eval", *files[1:])
+    old, new = (jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}"} for n in range(30)]) for name in "ab")
+
+    def curation(source: Path, folder: Path) -> list[object]:
+        return ["curate", "--input", source, "--out-dir", folder, "--eval-size", 8, "--eval-subset-sizes", 4]
+
+    assert tool(*curation(old, out)) == tool(*curation(new, clean)) == 0
+    before = content(out)
+    arguments = map(str, [num_renamed, *curation(new, out)])
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    after = content(clean)
+    for place, name in enumerate(("train.jsonl", "eval.jsonl", "eval4.jsonl", "metadata.json")):
+        assert content(out)[name] == (after if place < num_renamed else before)[name]
+    if num_renamed == 0:
+        assert tool(*inspection) == 0
+    else:
+        found = {line.partition(" (")[0] for line in refused(capsys, *inspection) if line.startswith(str(out))}
+        faulty = {f"{file}: is not the file that metadata.json describes" for file in files[:num_renamed]}
+        assert {line for line in found if "is not the file" in line} == faulty
+    assert tool(*curation(new, out)) == 0
+    assert content(out) == after and tool(*inspection) == 0
 
 
 def test_an_input_that_changes_meanwhile(

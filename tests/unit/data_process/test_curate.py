@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowrl.data.prompts import load_prompts
+from flowrl.data.schema import content_id
+from flowrl.files import sha256
 from tests.unit.data_process.support import content, jsonl, read, refused, tool
 
 
@@ -89,14 +92,35 @@ def test_rows_without_their_media_are_dropped_unless_told_otherwise(tmp_path: Pa
     assert len(curated(tmp_path, found, "--eval-size", 0, "--no-check-media")["train"]) == 2
 
 
-def test_media_of_the_same_name_in_two_folders_are_two(tmp_path: Path) -> None:
-    row = {"prompt": "<image> redder", "images": ["1.png"], "metadata": {"task": "i2i"}}
-    first, second = (jsonl(tmp_path / name / "d.jsonl", [row]) for name in ("a", "b"))
+def redder(name: str, **metadata: Any) -> dict[str, Any]:
+    return {"prompt": "<image> redder", "images": [name], "metadata": {"task": "i2i", **metadata}}
+
+
+def test_media_of_the_same_name_in_two_folders_are_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (jsonl(tmp_path / name / "d.jsonl", [redder("1.png", sample_id=name)]) for name in ("a", "b"))
     arguments = ("--input", first, second, "--out-dir", tmp_path / "out", "--no-check-media", "--eval-size", 1)
     assert tool("curate", *arguments) == 0
     found = [row for name in ("train", "eval") for row in read(tmp_path / f"out/{name}.jsonl")]
-    assert sorted(row["images"] for row in found) == [["../a/1.png"], ["../b/1.png"]]
-    assert len(set(ids(found))) == 2
+    assert sorted((row["metadata"]["sample_id"], *row["images"]) for row in found) == [
+        ("a", "../a/1.png"),
+        ("b", "../b/1.png"),
+    ]
+    for file in (first, second):  # without ids nothing but their place tells them apart
+        jsonl(file, [redder("1.png"), redder("1.png")])
+    said = f"has the prompt and the paths of {first}:1, which mean other files there: give both ids"
+    assert refused(capsys, "curate", *arguments) == [f"{second}:1: {said}", f"{second}:2: {said}"]
+
+
+def test_the_split_does_not_depend_on_where_it_is_written(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in/d.jsonl", [redder(f"{n}.png") for n in range(40)])
+    folders = [tmp_path / "o", tmp_path / "deeper/o"]
+    for folder in folders:
+        given = ("--input", source, "--out-dir", folder, "--no-check-media", "--eval-size", 10)
+        assert tool("curate", *given) == 0
+    first, second = (ids(read(folder / "eval.jsonl")) for folder in folders)
+    assert first == second
+    expected = sorted(hashlib.sha256(content_id(redder(f"{n}.png")).encode()).digest() for n in range(40))[:10]
+    assert [hashlib.sha256(identity.encode()).digest() for identity in first] == expected
 
 
 def test_the_preset_of_pick_a_pic(tmp_path: Path) -> None:
@@ -132,6 +156,41 @@ def test_running_it_again_changes_nothing(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
+def test_rows_with_the_same_content_are_written_alike(tmp_path: Path) -> None:
+    """Whichever of two that share an id is read first."""
+    here = [{"prompt": f"prompt {n}", "metadata": {"b": [{"y": 1, "x": n}], "a": n}} for n in range(30)]
+    there = [{"metadata": {"a": n, "b": [{"x": n, "y": 1}]}, "prompt": f"prompt {n}"} for n in range(30)]
+    made = []
+    for found in (here + there, there + here):
+        curated(tmp_path, found, "--eval-size", 10)
+        made.append({name: sha256(data) for name, data in content(tmp_path / "out").items() if name != "metadata.json"})
+    assert made[0] == made[1]
+    assert list(read(tmp_path / "out/eval.jsonl")[0]["metadata"]) == ["sample_id", "a", "b"]
+
+
+def test_invisible_characters_do_not_take_a_prompt_to_both_sides(tmp_path: Path) -> None:
+    found = [{"prompt": text} for n in range(40) for text in (f"prompt {n}", f"\u2066prompt\u200d {n}\u2069")]
+    made = curated(tmp_path, found, "--eval-size", 10)
+    assert len(made["train"]) == 30
+    both = ("--train", tmp_path / "out/train.jsonl", "--eval", tmp_path / "in.jsonl")
+    assert tool("inspect", *both) == 1
+
+
+def test_what_is_dropped_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ['say "Jazz"', "one", 'say  "JAZZ"', 'SAY "JAZZ"', "a red cat"]
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": text, "id": n} for n, text in zip((10, 8, 3, 7, 5), words)])  # noqa: B905
+    given = ("curate", "--input", source, "--out-dir", tmp_path / "out", "--eval-size", 0, "--min-prompt-words", 2)
+    assert tool(*given, "--show-dropped") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == [
+        f"{source}:1: duplicate of {source}:3",
+        f"{source}:2: too_few_words",
+        f"{source}:4: duplicate of {source}:3",
+    ]
+    assert tool(*given) == 0
+    assert "dropped 2 duplicate, 1 too_few_words (--show-dropped lists them)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -142,7 +201,9 @@ def test_running_it_again_changes_nothing(tmp_path: Path) -> None:
         (["--eval-fraction", "1e-9"], "none of 10 prompts falls into the evaluation set: set --eval-size"),
         (["--eval-size", "4", "--eval-subset-sizes", "5"], "the evaluation set has 4 prompts"),
         (["--eval-size", "4", "--eval-subset-sizes", "2", "2"], "must be different and at least 1"),
-        (["--min-prompt-words", "9"], "no prompt is left"),
+        (["--min-prompt-words", "9"], "no prompt is left: dropped 10 too_few_words"),
+        (["--min-prompt-words", "-5"], "--min-prompt-words must not be negative, got -5"),
+        (["--max-prompt-chars", "0"], "--max-prompt-chars must be at least 1, got 0"),
         (["--prefix", "a/b"], "not a folder"),
     ],
 )

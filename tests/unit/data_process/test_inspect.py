@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ def test_a_sound_file_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_fault_is_printed_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.txt"
     file.write_text("no quotes\n" * 30)
-    lines = refused(capsys, "inspect", file, "--target", "quoted")
+    (line,) = refused(capsys, "inspect", file, "--target", "quoted")
+    assert line.startswith(f"{file}:1: ") and line.endswith("(and 29 times more; --all lists them)")
+    lines = refused(capsys, "inspect", file, "--target", "quoted", "--all")
     assert [line.split(": ")[0] for line in lines] == [f"{file}:{number}" for number in range(1, 31)]
 
 
@@ -87,6 +90,15 @@ def test_leaks_are_found_by_what_a_prompt_says(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
+def test_media_of_the_same_name_in_two_folders_are_no_leak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = row("<image> redder", task="i2i") | {"images": ["p.png"]}
+    train, held = (jsonl(tmp_path / name / "d.jsonl", [found]) for name in ("a", "b"))
+    assert tool("inspect", "--train", train, "--eval", held, "--no-check-media") == 0
+    also = jsonl(tmp_path / "b/e.jsonl", [found | {"images": ["../a/p.png"]}])
+    lines = refused(capsys, "inspect", "--train", train, "--eval", also, "--no-check-media")
+    assert f"{train}:1: has the prompt of {also}:1, an evaluation file" in lines
+
+
 def test_what_curate_writes_has_no_leak(tmp_path: Path) -> None:
     found = [row(text) for n in range(60) for text in (f"prompt {n}", f"PROMPT {n}", f"prompt  {n}")]
     source = jsonl(tmp_path / "in.jsonl", found)
@@ -125,6 +137,41 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too large a picture" in image_faults(path)[0]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, before it gives up
+@pytest.mark.parametrize("suffix", [".gif", ".png", ".webp", ".avif", ".tiff"])
+def test_every_frame_is_decoded(tmp_path: Path, suffix: str) -> None:
+    """Wherever a file is cut, but for the last bytes of a format that repeats there what is known."""
+    noise = np.random.default_rng(0).integers(0, 256, (4, 24, 24, 3), dtype=np.uint8)
+    path = tmp_path / f"p{suffix}"
+    first, *others = map(Image.fromarray, noise)
+    first.save(path, save_all=True, append_images=others)
+    assert image_faults(path) == []
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole) - 21, 23), *range(len(whole) // 4 - 30, len(whole) // 4 + 30)]:
+        path.write_bytes(whole[:length])
+        assert image_faults(path), length
+
+
+def test_a_gif_that_ends_between_two_frames(tmp_path: Path) -> None:
+    path = tmp_path / "p.gif"
+    first, *others = (Image.new("L", (4, 4), color) for color in (0, 99, 200))
+    first.save(path, save_all=True, append_images=others)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0\0")  # as some programs pad
+    assert image_faults(path) == []
+    path.write_bytes(whole[:-1])
+    assert image_faults(path) == [f"{path}: is cut short between two frames"]
+
+
+def test_formats_that_no_data_set_has_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would give PostScript to a program, whatever the file is called."""
+    path = tmp_path / "p.png"
+    Image.new("L", (4, 4)).save(path, "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("was run"))
+    (fault,) = image_faults(path)
+    assert "cannot be decoded: it does not begin as a picture of PNG" in fault
+
+
 def test_videos(tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio.v3", reason="the extra `video`")
     frames = np.random.default_rng(0).integers(0, 256, (20, 64, 64, 3), dtype=np.uint8)
@@ -135,8 +182,20 @@ def test_videos(tmp_path: Path) -> None:
         whole = path.read_bytes()
         for broken in (whole[: len(whole) // 2], b"", b"<html>"):
             path.write_bytes(broken)
-            assert video_faults(path), (suffix, len(broken))
+            (fault,) = video_faults(path)
+            assert len(fault.splitlines()) == 1 and "0x" not in fault and [fault] == video_faults(path), fault
     assert video_faults(Path("-nostdin"))
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("".join(f"no quotes {n}\n" for n in range(20_000)))
+    given = [sys.executable, "-m", "data_process", "inspect", str(file), "--target", "quoted"]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(f"{file}:1: ")
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == -signal.SIGPIPE
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,80 @@ def test_a_column_of_any_name(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    source = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        write_table(pa.table({"prompt": ["a cat"], "style": ["neon"], "url": ["u"]}), source)
+    elif suffix == "csv":
+        source.write_text("prompt,style,url\na cat,neon,u\n")
+    else:
+        jsonl(source, [{"prompt": "a cat", "style": "neon", "url": "u"}])
+    prepared(source)
+    assert "left out: style, url (--metadata-keys keeps what it names)\n" in capsys.readouterr().out
+    (row,) = prepared(source, "--metadata-keys", "style", "url")
+    assert (row["metadata"]["style"], row["metadata"]["url"]) == ("neon", "u")
+    assert "left out" not in capsys.readouterr().out
+    given = ("--input", source, "--output", tmp_path / "o.jsonl", "--metadata-keys", "styel")
+    assert refused(capsys, "prepare", *given) == [
+        "--metadata-keys: no row has a field 'styel'; other fields are: style, url"
+    ]
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_tables(tmp_path: Path) -> None:
+    cells = [
+        ["text", "target", "style", "metadata"],
+        ['say "A", now', "A", "", '{"n": 1}'],
+        ["two\nlines", "", "x", ""],
+    ]
+    for suffix, dialect in (("csv", "excel"), ("tsv", "excel-tab")):
+        source = tmp_path / f"p.{suffix}"
+        with source.open("w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file, dialect).writerows([*cells, []])
+        first, second = prepared(source, "--prompt-key", "text", "--metadata-keys", "style")
+        assert (first["prompt"], first["target"], first["metadata"]["n"]) == ('say "A", now', "A", 1)
+        assert (second["prompt"], second["metadata"]["style"]) == ("two\nlines", "x") and "target" not in second
+        folder = tmp_path / suffix
+        folder.mkdir()
+        source.rename(folder / source.name)
+        assert tool("prepare", "--input", folder, "--output", tmp_path / "o.jsonl", "--prompt-key", "text") == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "messages"),
+    [
+        (b"prompt,n\na,1\nb\nc,3\n", [":3: has 1 cells, but the first line 2"]),
+        (b'prompt\n"a\nb"\n"c"d\n', [":4: is not a row of a table: ',' expected after '\"'"]),
+        (b'prompt\na\n"b\n', [":3: is not a row of a table: unexpected end of data"]),
+        (b'prompt\n"a\nb\xe9"\nc\n', [":3: byte 0xe9 in column 2 is not UTF-8 (Latin-1?)"]),
+        (b"prompt,n\n,1\n", [":2: has no 'prompt'; it has n"]),
+        ("prompt\na\n".encode("utf-16"), [": is UTF-16; save it as UTF-8"]),
+        (b"prompt,prompt\na,b\n", [": must name each column in its first line, and none twice; got prompt, prompt"]),
+        (b"prompt,\na,b\n", [": must name each column in its first line, and none twice; got prompt, "]),
+        (b"", [": holds no prompt"]),
+        (b"prompt\n\n", [": holds no prompt"]),
+    ],
+)
+def test_tables_with_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: bytes, messages: list[str]
+) -> None:
+    source = tmp_path / "p.csv"
+    source.write_bytes(table)
+    said = refused(capsys, "prepare", "--input", source, "--output", tmp_path / "o.jsonl")
+    assert [line for line in said if line.startswith(str(source))] == [f"{source}{message}" for message in messages]
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_sources_refuse_rows_without_what_they_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source, name, message in (
+        (text(tmp_path, "a bench"), "geneval", "has no 'tag' and no 'include', which --source geneval needs"),
+        (text(tmp_path, "a bench"), "ocr", "has no quoted text, which --source ocr needs: a bench"),
+    ):
+        said = refused(capsys, "prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--source", name)
+        assert said[0] == f"{source}:1: {message}" and "--drop-faulty" in said[-1]
+
+
 def test_rows_of_verl(tmp_path: Path) -> None:
     verl = {
         "prompt": [{"role": "user", "content": 'say "A"'}],
@@ -102,6 +178,23 @@ def test_rows_of_verl(tmp_path: Path) -> None:
     }
     (row,) = prepared(jsonl(tmp_path / "v.jsonl", [verl]))
     assert (row["prompt"], row["target"], row["metadata"]["index"]) == ('say "A"', "A", 4)
+
+
+def test_a_source_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's example."""
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# (?:my_sources\.py)\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_sources.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = jsonl(tmp_path / "s.jsonl", [{"caption": 'a sign "OPEN"', "style": "neon", "url": "u"}])
+    (row,) = prepared(source, "--source", "my_sources.SIGNS")
+    assert row["metadata"].pop("sample_id").startswith("SIGNS_")
+    assert row == {"prompt": 'a sign "OPEN"', "target": "OPEN", "metadata": {"task": "t2i", "style": "neon"}}
+    for wrong in ("sings", "my_sources.SINGS", "my_sources.Source", "no_such.SIGNS", "..SIGNS"):
+        (line,) = refused(capsys, "prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--source", wrong)
+        assert line.startswith("--source must be prompts, ocr, ") and repr(wrong) in line
 
 
 def test_ids_and_tasks_of_the_source_are_kept(tmp_path: Path) -> None:
@@ -170,6 +263,9 @@ def test_what_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is read, and would be written over" in told("--input", jsonl(output, [{"prompt": "a"}]), "--output", output)
     assert "must end in .jsonl or .parquet" in told("--input", source, "--output", tmp_path / "o.csv")
     assert "is named twice" in told("--input", source, source, "--output", tmp_path / "o.jsonl")
+    (tmp_path / "link.txt").symlink_to(source)
+    for same in (tmp_path / "link.txt", tmp_path / "gone/../prompts.txt", f"{tmp_path}/./prompts.txt"):
+        assert f"{source} and {same}: is named twice" in told("--input", source, same, "--output", tmp_path / "o.jsonl")
     (tmp_path / "empty").mkdir()
     assert "is a folder without" in told("--input", tmp_path / "empty", "--output", tmp_path / "o.jsonl")
     assert "No such file" in told("--input", tmp_path / "none.txt", "--output", tmp_path / "o.jsonl")

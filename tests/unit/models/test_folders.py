@@ -243,9 +243,7 @@ def test_a_tokenizer_without_its_settings_is_refused(name: str, tmp_path: Path) 
     path = copied(name, tmp_path / "padding")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
     (path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
-    change(
-        path / "tokenizer" / "tokenizer.json", {"padding": None, "truncation": None}
-    )
+    change(path / "tokenizer" / "tokenizer.json", {"padding": None, "truncation": None})
     change(path / "model_index.json", {"tokenizer": ["transformers", "PreTrainedTokenizerFast"]})
     refused(name, path, "tokenizer: Asking to pad")
 

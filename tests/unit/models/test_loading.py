@@ -29,7 +29,7 @@ from flowrl.types import LoadError
 ANSWERS = {
     "gated": (403, "GatedRepo", "access is granted by its owners: accept its terms on its page and set HF_TOKEN"),
     "absent": (401, "RepoNotFound", "there is no such repository, or it is private: is HF_TOKEN set"),
-    "renamed": (404, "RevisionNotFound", "it has no such model.revision"),
+    "renamed": (404, "RevisionNotFound", "it has no such revision"),
     "unreachable": (0, "", "it is not in the local cache, and the Hub cannot be reached"),
 }
 LOAD = """

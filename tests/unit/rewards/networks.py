@@ -68,9 +68,9 @@ def save_clip_processor(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
-def save_clip(folder: Path) -> CLIPModel:
+def save_clip(folder: Path, config: CLIPConfig | None = None) -> CLIPModel:
     """A tiny CLIP, complete. Returns the model."""
-    model = randomise(CLIPModel(clip_config()))
+    model = randomise(CLIPModel(config or clip_config()))
     with torch.no_grad():
         model.logit_scale.fill_(3.0)
     model.save_pretrained(folder)

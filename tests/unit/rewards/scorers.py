@@ -62,7 +62,7 @@ class ReturnsForLatents(Scores):
 
 @dataclass(frozen=True, kw_only=True)
 class Obeys(Scores):
-    """Does what `prompt.metadata` says: `sleep` seconds, then `raise`, `exit`, `quit`, `nan`, or score 1.
+    """Does what `prompt.metadata` says: `sleep` seconds, then `raise`, `refuse`, `exit`, `quit`, `nan`, or score 1.
 
     First it writes its process id to the file `log`, and that of a process which it starts to `child`, if told to.
     """
@@ -78,6 +78,10 @@ class Obeys(Scores):
         match orders.get("then"):
             case "raise":
                 return Raises().score(images, prompts)
+            case "refuse":
+                from flowrl.rewards.scoring import FinalError
+
+                raise FinalError("no target")
             case "exit":
                 os._exit(3)
             case "quit":
@@ -85,6 +89,17 @@ class Obeys(Scores):
             case "nan":
                 return np.full(len(images), np.nan)
         return np.ones(len(images))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient(Obeys):
+    """The same, and it knows how long that takes at most."""
+
+    load_limit_s: float = 20.0
+    sample_s: float = 20.0
+
+    def score_limit_s(self, num_samples: int) -> float:
+        return num_samples * self.sample_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +132,17 @@ class CannotLoad:
 
     def load(self) -> None:
         raise FileNotFoundError("no model.onnx")
+
+    def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
+        return np.ones(len(images))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeverLoads(Scores):
+    """Waits for something."""
+
+    def load(self) -> None:
+        time.sleep(600)
 
     def score(self, images: np.ndarray, prompts: Sequence[Any]) -> np.ndarray:
         return np.ones(len(images))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel
 
+from flowrl.prompts import Prompt
 from flowrl.rewards.clip_score import CLIPScore
+from flowrl.rewards.scoring import FinalError
 from flowrl.types import LoadError
 from tests.unit.rewards.networks import (
     CONTEXT,
@@ -22,6 +26,7 @@ from tests.unit.rewards.networks import (
     PICTURES,
     PROMPTS,
     TEXTS,
+    clip_config,
     clip_cosines,
     clip_ids,
     prepared,
@@ -62,6 +67,26 @@ def test_long_prompts_are_cut(folder: Path) -> None:
     scorer = loaded(folder)
     one, other = (type(PROMPTS[0])("p", LONG + end) for end in (" with more", " and other words"))
     assert scorer.score(PICTURES[:1], [one]) == scorer.score(PICTURES[:1], [other])
+
+
+@pytest.mark.parametrize("sign", ["<|endoftext|>", "<|startoftext|>", "<|EndOfText|>"])
+def test_special_tokens_are_refused(folder: Path, sign: str) -> None:
+    """The network reads a text up to the first <|endoftext|>."""
+    with pytest.raises(FinalError, match=re.escape(f"must not contain {sign.lower()}")):
+        loaded(folder).score(PICTURES[:1], [Prompt("p", f"a cat {sign} and a dog")])
+
+
+def test_as_on_the_hub(tmp_path: Path) -> None:
+    """OpenAI's own activation, and an image processor by its name of 2022."""
+    config = clip_config()
+    config.text_config.hidden_act = config.vision_config.hidden_act = "quick_gelu"
+    model = save_clip(tmp_path, config)
+    file = tmp_path / "preprocessor_config.json"
+    described = json.loads(file.read_text())
+    del described["image_processor_type"]
+    file.write_text(json.dumps(described | {"feature_extractor_type": "CLIPFeatureExtractor"}))
+    expected = math.exp(3.0) * clip_cosines(model, prepared(PICTURES), TEXTS) / 30
+    np.testing.assert_allclose(loaded(tmp_path, resample="bicubic").score(PICTURES, PROMPTS), expected, atol=1e-5)
 
 
 def test_half_precision_is_close(folder: Path) -> None:
@@ -127,6 +152,7 @@ def test_hub_ids_and_revisions(folder: Path, tmp_path: Path, monkeypatch: pytest
         ({"dtype": "int8"}, "dtype must be float32 or bfloat16 or float16, got 'int8'"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"scale": 0.0}, "scale must be greater than 0"),
+        ({"scale": math.inf}, "scale must be greater than 0, and finite"),
         ({"resample": "nearest"}, "resample must be bilinear or bicubic, got 'nearest'"),
     ],
 )

@@ -109,7 +109,7 @@ class Fixed:
 
 @pytest.mark.parametrize("indices", [(), (0, 3), (-1,), (1, 0), (1, 1)])
 def test_a_policy_of_ones_own_must_choose_frames_that_are_there(indices: tuple[int, ...]) -> None:
-    with pytest.raises(RewardError, match=r"'film' failed on prompt 'p0': Fixed.* must choose some of 3 frames"):
+    with pytest.raises(RewardError, match=r"'film' failed on prompt 'p0': ValueError: Fixed.* must choose some of 3"):
         scores(Component(scorer=Brightness(), frames=Fixed(indices)), film(np.zeros((2, 3, 4, 6, 3), np.uint8)))
 
 
@@ -159,11 +159,11 @@ def test_videos_in_a_process() -> None:
     [
         (np.array([1.0, 2.0, 3.0, np.nan]), "not finite: nan for sample b in scored frame 1"),
         (np.ones(2), "one score for each of 4 pictures, got shape [2]"),
-        (np.ones(4, np.float32), "must be float64, got float32"),
+        (np.ones(4, np.float32), "numpy array of float64, got an array of float32"),
     ],
 )
 def test_unusable_scores_of_frames(value: object, cause: str) -> None:
-    request = Request("film", np.zeros((2, 2, 4, 6, 3), np.uint8), Prompt("p", "a film"), ("a", "b"))
+    request = Request("film", np.zeros((2, 2, 4, 6, 3), np.uint8), Prompt("p", "a film"), ("a", "b"), 1.0)
     with pytest.raises(RewardError) as caught:
         score({"film": Returns(value=value)}, request)
     assert cause in str(caught.value)

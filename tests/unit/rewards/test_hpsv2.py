@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flowrl.config import Config
 from flowrl.prompts import Prompt
-from flowrl.rewards.hpsv2 import HPSv2, letterboxed
+from flowrl.rewards.hpsv2 import HPSv2, cleaned, letterboxed
+from flowrl.rewards.scoring import FinalError
 from flowrl.types import LoadError
 from tests.unit.rewards.networks import (
     CLIP_IDS,
@@ -115,8 +118,42 @@ def test_is_the_cosine(folders: dict[str, str], reference: CLIP) -> None:
         expected = [cosine(row, reference.words(text)) for row, text in zip(pictures, TEXTS, strict=True)]
     assert np.ptp(scores) > 0.02
     np.testing.assert_allclose(scores, expected, atol=1e-5)
-    (escaped,) = scorer.score(PICTURES[:1], [Prompt("p", "a &amp; b")])
-    assert escaped == scorer.score(PICTURES[:1], [Prompt("p", "a & b")])[0]
+
+
+# What ftfy 6.3.1 and html.unescape, twice, make of each, as open_clip's tokenizer calls them.
+MENDED = {
+    "a &amp; b": "a & b",
+    "a &amp;amp; b": "a & b",
+    "the cat\u2019s \u201chat\u201d": 'the cat\'s "hat"',
+    "a \ufb01ne \ufb02at": "a fine flat",
+    "\uff26\uff2c\uff2f\uff37 \uff12": "FLOW 2",
+    "a cafÃ© in itâ€™s street": "a café in it's street",
+    "cafe\u0301": "café",
+    "it's 2 &lt; 3": "it's 2 < 3",
+}
+
+
+@pytest.mark.parametrize("text", MENDED)
+def test_texts_are_mended(text: str) -> None:
+    assert cleaned(text) == MENDED[text]
+
+
+def test_what_is_scored_is_the_mended_text(folders: dict[str, str]) -> None:
+    scorer = HPSv2(**folders, device="cpu")
+    scorer.load()
+    odd, plain = ([Prompt("p", text)] for text in ("a \ufb01ne &amp; flat", "a fine & flat"))
+    assert scorer.score(PICTURES[:1], odd) == scorer.score(PICTURES[:1], plain)
+    with pytest.raises(FinalError, match=r"must not contain <\|endoftext\|>"):
+        scorer.score(PICTURES[:1], [Prompt("p", "a &lt;|endoftext|&gt; cat")])
+
+
+def test_without_its_package(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HPSv2(**folders).problems(Config()) == []
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    (problem,) = HPSv2(**folders).problems(Config())
+    assert "ftfy" in problem.message and "flowrl[hpsv2]" in problem.hint
+    with pytest.raises(LoadError, match=r'HPSv2 needs ftfy.* Run pip install "flowrl\[hpsv2\]"\.'):
+        HPSv2(**folders).load()
 
 
 def keys(distance: np.ndarray) -> np.ndarray:

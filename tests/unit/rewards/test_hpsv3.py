@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 from flowrl.prompts import Prompt
 from flowrl.rewards.hpsv3 import HPSv3
+from flowrl.rewards.scoring import FinalError
 from flowrl.types import LoadError
 from tests.unit.rewards.networks import MEAN, PICTURES, STD, randomise
 
@@ -121,8 +123,9 @@ def test_is_the_mean_at_the_reward_token(folders: dict[str, str], reference: nn.
 def test_prompts_with_its_own_tokens_are_refused(folders: dict[str, str]) -> None:
     scorer = HPSv3(**folders, device="cpu")
     scorer.load()
-    with pytest.raises(ValueError, match=r"the prompt must not contain <\|Reward\|>: a <\|Reward\|> b"):
-        scorer.score(PICTURES[:1], [Prompt("p", "a <|Reward|> b")])
+    for token in [*SPECIAL, "<|Reward|>"]:
+        with pytest.raises(FinalError, match=rf"the prompt must not contain {re.escape(token)}, which is a sign"):
+            scorer.score(PICTURES[:1], [Prompt("p", f"a {token} b")])
 
 
 def test_the_instruction_of_the_package(

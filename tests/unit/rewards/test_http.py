@@ -17,6 +17,7 @@ from flowrl.rewards import transport, wire
 from flowrl.rewards.frames import VideoScorer
 from flowrl.rewards.http import HTTP, VideoHTTP
 from flowrl.rewards.jpeg import JPEGIncompressibility
+from flowrl.rewards.scoring import SelfTimed
 from flowrl.rewards.transport import AnswerError, UnreachableError
 from flowrl.types import Scorer
 from tests.unit.rewards.servers import Asked, Reply, reply, serving
@@ -37,7 +38,7 @@ class JPEGServer:
             return Reply(200 if asked.path == "/healthz" else 404, b"ready")
         assert asked.path == "/v1/score" and asked.headers["content-type"] == "application/octet-stream"
         assert asked.headers["x-flowrl-protocol-version"] == "1"
-        pictures = wire.decode(asked.body, 10**6)
+        pictures = wire.decode(asked.body, 10**6, 100)
         self.requests.append(pictures)
         self.sizes.append(len(asked.body))
         images = pictures.images if pictures.images.ndim == 4 else pictures.images[:, 0]
@@ -114,7 +115,7 @@ def test_bad_scores_are_errors_that_name_the_server(answer: dict[str, Any], caus
 
 
 def test_an_error_page_is_an_error() -> None:
-    with pytest.raises(AnswerError, match=r"/v1/score answered 200: <html>Welcome</html>, which is not JSON"):
+    with pytest.raises(AnswerError, match=r"/v1/score answered 200: Welcome, which is not JSON"):
         scores_of(Reply(200, b"<html>Welcome</html>"))
 
 
@@ -166,6 +167,20 @@ def test_load_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         assert left == [0]
 
 
+def test_an_answer_is_no_larger_than_its_scores() -> None:
+    """So many digits as nobody needs."""
+    scores = {"protocol_version": "1", "scores": [1.0, 2.0], "more": "1" * 100_000}
+    with pytest.raises(AnswerError, match=r"/v1/score answered 200: .* more than 64128 bytes"):
+        scores_of(reply(scores))
+
+
+def test_its_limits_count_requests() -> None:
+    one = HTTP(url="http://host", batch_size=1, concurrency=1).score_limit_s(1)
+    scorer = HTTP(url="http://host", batch_size=10, concurrency=2)
+    assert [scorer.score_limit_s(num) for num in (1, 10, 20, 21, 41)] == [one, one, one, 2 * one, 3 * one]
+    assert isinstance(scorer, SelfTimed)
+
+
 def test_is_a_scorer_that_can_be_pickled() -> None:
     scorer = HTTP(url="http://host:1", format="png")
     assert isinstance(scorer, Scorer) and pickle.loads(pickle.dumps(scorer)) == scorer
@@ -175,8 +190,9 @@ def test_is_a_scorer_that_can_be_pickled() -> None:
     ("kind", "options", "message"),
     [
         (HTTP, {"format": "jpeg"}, "format must be safetensors or png, got 'jpeg'"),
-        (HTTP, {"batch_size": 0}, "batch_size must be at least 1"),
-        (HTTP, {"retries": -1}, "retries must be at least 0"),
+        (HTTP, {"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+        (HTTP, {"batch_size": 2.5}, "batch_size must be a whole number"),
+        (HTTP, {"retries": -1}, "retries must be a whole number"),
         (VideoHTTP, {"format": "png"}, "format must be safetensors for videos"),
     ],
 )

@@ -21,7 +21,7 @@ HALF = [0.5, 0.5, 0.5]  # mean and standard deviation of ViT's image processor
 
 def vit(folder: Path, **settings: object) -> ViTForImageClassification:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    model = randomise(ViTForImageClassification(ViTConfig(**sizes, image_size=24, patch_size=8, **LABELS, **settings)))
+    model = randomise(ViTForImageClassification(ViTConfig(**sizes, image_size=24, patch_size=8, **(LABELS | settings))))
     model.save_pretrained(folder)
     described = {"image_processor_type": "ViTImageProcessor", "size": {"height": 24, "width": 24}, "resample": 2}
     described |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "image_mean": HALF, "image_std": HALF}
@@ -66,6 +66,25 @@ def test_another_architecture(tmp_path: Path) -> None:
             buffer.uniform_(0.5, 2)
     model.save_pretrained(tmp_path)
     np.testing.assert_allclose(scores(tmp_path, label="cat", output="logit"), logits(model)[:, 0], atol=1e-5)
+
+
+def test_a_class_is_found_by_its_key(tmp_path: Path) -> None:
+    """On the Hub keys are sorted as texts: 0, 1, 10, 11, 2."""
+    names = {number: f"class {number}" for number in range(12)}
+    expected = logits(vit(tmp_path, id2label=names, label2id={name: number for number, name in names.items()}))
+    file = tmp_path / "config.json"
+    described = json.loads(file.read_text())
+    described["id2label"] = {key: described["id2label"][key] for key in sorted(described["id2label"])}
+    file.write_text(json.dumps(described))
+    for number in (2, 9, 10):
+        found = scores(tmp_path, label=f"class {number}", output="logit")
+        np.testing.assert_allclose(found, expected[:, number], atol=1e-5)
+    described["id2label"]["7"] = "class 3"
+    file.write_text(json.dumps(described))
+    with pytest.raises(LoadError, match=r"has 2 classes 'class 3': 3, 7\."):
+        ImageClassifier(path=str(tmp_path), label="class 3").load()
+    with pytest.raises(LoadError, match=r"Its classes: class 0, class 1, class 2, .*, class 9 \.\.\. \(12 in all\)"):
+        ImageClassifier(path=str(tmp_path), label="class 7").load()
 
 
 def test_a_class_that_it_does_not_know(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from flowrl.prompts import Prompt
-from flowrl.rewards.image_reward import ImageReward
+from flowrl.rewards.image_reward import ImageReward, middle_square
+from flowrl.rewards.scoring import FinalError
 from flowrl.types import LoadError
 from tests.unit.rewards.networks import LETTERS, PATCH, PICTURES, PROMPTS, SIZE, TEXTS, prepared, randomise
 
@@ -173,6 +174,27 @@ def test_is_the_normalised_output_of_the_head(folders: dict[str, str], reference
     assert texts[:3] == TEXTS[:3] and np.ptp(scores) > 0.1
     np.testing.assert_allclose(scores, expected, atol=1e-5)
     assert math.isclose(*scorer.score(PICTURES[[3, 3]], prompts[3:]), abs_tol=1e-6)  # its first 35 tokens are equal
+
+
+def test_the_middle_is_torchvisions(folders: dict[str, str]) -> None:
+    """Its first row is round(rest / 2): Python's, halves to even numbers."""
+    for rest, first in {0: 0, 1: 0, 2: 1, 3: 2, 5: 2, 7: 4}.items():
+        tall = PICTURES[0, : SIZE + rest, :SIZE]
+        np.testing.assert_array_equal(middle_square(tall, SIZE), tall[first : first + SIZE])
+        wide = np.ascontiguousarray(tall.swapaxes(0, 1))
+        np.testing.assert_array_equal(middle_square(wide, SIZE), wide[:, first : first + SIZE])
+    scorer = ImageReward(**folders, device="cpu")
+    scorer.load()
+    whole, middle = PICTURES[:1, : SIZE + 3, :SIZE], PICTURES[:1, 2 : SIZE + 2, :SIZE]
+    assert scorer.score(whole, PROMPTS[:1]) == scorer.score(middle, PROMPTS[:1])
+
+
+def test_special_tokens_are_refused(folders: dict[str, str]) -> None:
+    scorer = ImageReward(**folders, device="cpu")
+    scorer.load()
+    with pytest.raises(FinalError, match=r"the prompt must not contain \[SEP\]"):
+        scorer.score(PICTURES[:1], [Prompt("p", "a cat [SEP] a dog")])
+    assert scorer.score(PICTURES[:1], [Prompt("p", "a cat [sep] a dog")]).shape == (1,)
 
 
 def test_incomplete_folders(folders: dict[str, str], reference: Reference) -> None:

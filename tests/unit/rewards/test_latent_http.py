@@ -13,6 +13,7 @@ from flowrl.prompts import Prompt
 from flowrl.rewards import transport
 from flowrl.rewards.latent_http import LatentHTTP
 from flowrl.rewards.latents import LatentScorer
+from flowrl.rewards.scoring import FinalError
 from flowrl.rewards.transport import UnreachableError
 from tests.unit.rewards.servers import Asked, Reply, in_turn, reply, serving
 
@@ -97,12 +98,20 @@ def test_answers_that_cannot_get_better_are_not_asked_for_again(bad: Reply, mess
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("fault", [Reply(503), Reply(500), Reply(408), Reply(429), Reply(None)])
+@pytest.mark.parametrize("fault", [Reply(503), Reply(500), Reply(408), Reply(None)])
 def test_faults_on_the_way_are(fault: Reply) -> None:
     answer, asked = in_turn(READY, fault, fault, raw(0.5))
     with serving(answer) as url:
         assert loaded(url).score_latents(LATENTS[:1], TEXT, PROMPTS[:1]).tolist() == [0.5]
     assert len(asked) == 4
+
+
+def test_a_busy_server_is_waited_for() -> None:
+    full = Reply(503, headers={"retry-after": "2"})
+    answer, asked = in_turn(READY, full, Reply(429), full, full, raw(0.5))
+    with serving(answer) as url:
+        assert loaded(url, retries=0).score_latents(LATENTS[:1], TEXT, PROMPTS[:1]).tolist() == [0.5]
+    assert len(asked) == 6
 
 
 def test_a_server_that_stays_away_is_an_error() -> None:
@@ -129,13 +138,21 @@ def test_latents_that_are_not_finite_are_not_sent() -> None:
 
 
 def test_a_model_without_prompt_embeds_is_refused() -> None:
-    with serving(judge) as url, pytest.raises(ValueError, match="needs prompt_embeds"):
+    with serving(judge) as url, pytest.raises(FinalError, match="needs prompt_embeds"):
         loaded(url).score_latents(LATENTS, {}, PROMPTS)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"u": 1.5}, "u must be in"), ({"scale": 0.0}, "scale must not be 0"), ({"url": "127.0.0.1"}, "url must be")],
+    [
+        ({"u": 1.5}, "u must be in"),
+        ({"scale": 0.0}, "scale must be a finite number and not 0, got 0.0"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"bias": float("inf")}, "bias must be a finite number"),
+        ({"url": "127.0.0.1"}, "url must be"),
+        ({"seed": 2**63}, "seed must be a whole number, .* got 9223372036854775808"),
+        ({"seed": 1.5}, r"seed must be a whole number, .* got 1\.5"),
+    ],
 )
 def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

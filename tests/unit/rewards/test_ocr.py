@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flowrl.prompts import Prompt
 from flowrl.rewards.ocr import OCR, ocr_score
 from flowrl.rewards.recognisers import Line
+from flowrl.rewards.scoring import FinalError
 from tests.support import golden
 
 GOLDEN = golden.load_json("ocr_reward")
@@ -123,7 +124,7 @@ def test_unsure_lines_are_left_out() -> None:
 
 @pytest.mark.parametrize("target", [None, "", "  "])
 def test_a_prompt_without_a_target_is_named(target: str | None) -> None:
-    with pytest.raises(ValueError, match="prompt 'p7' has no target"):
+    with pytest.raises(FinalError, match="prompt 'p7' has no target"):
         score([Line("x", 1.0)], target)
 
 

@@ -32,16 +32,15 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def worker(cluster: Cluster) -> Iterator[RemoteWorker]:
-    """With a short temper."""
-    worker = OnCluster(cluster)(0, {"style": Obeys()}, 1.0, SOON)
+    worker = OnCluster(cluster)(0, {"style": Obeys()}, SOON)
     yield worker
     worker.close()
 
 
-def request(component: str = "style", **orders: Any) -> Request:
+def request(component: str = "style", timeout_s: float = SOON, **orders: Any) -> Request:
     """Two grey pictures, and orders for `Obeys`."""
     images = np.full((2, 4, 4, 3), 51, np.uint8)
-    return Request(component, images, Prompt("p0", "text", metadata=orders), ("p0:0:0", "p0:0:1"))
+    return Request(component, images, Prompt("p0", "text", metadata=orders), ("p0:0:0", "p0:0:1"), timeout_s)
 
 
 def test_a_pool_scores_on_a_cluster(cluster: Cluster) -> None:
@@ -66,7 +65,7 @@ def test_errors_of_scorers_are_named(worker: RemoteWorker) -> None:
 def test_a_worker_that_hangs_is_killed_in_time_and_replaced(worker: RemoteWorker, tmp_path: Path) -> None:
     log, child = tmp_path / "pid", tmp_path / "child"
     with pytest.raises(RewardError, match="did not answer within 1 s and was stopped"):
-        worker.score(request(sleep=600, log=str(log), child=str(child)))
+        worker.score(request(timeout_s=1.0, sleep=600, log=str(log), child=str(child)))
     assert_gone(wait_for(log))
     assert_gone(wait_for(child))
     assert worker.score(request()).tolist() == [1, 1]
@@ -79,7 +78,7 @@ def test_a_worker_that_dies_is_replaced(worker: RemoteWorker) -> None:
 
 
 def test_a_component_that_cannot_be_loaded(cluster: Cluster) -> None:
-    worker = OnCluster(cluster)(1, {"big": CannotLoad()}, SOON, SOON)
+    worker = OnCluster(cluster)(1, {"big": CannotLoad()}, SOON)
     for _ in range(2):
         with pytest.raises(RewardError, match="'big' failed on loading: FileNotFoundError: no model"):
             worker.wait()
@@ -87,7 +86,7 @@ def test_a_component_that_cannot_be_loaded(cluster: Cluster) -> None:
 
 
 def test_torch_is_not_there(cluster: Cluster) -> None:
-    worker = OnCluster(cluster)(1, {"style": Surroundings()}, SOON, SOON)
+    worker = OnCluster(cluster)(1, {"style": Surroundings()}, SOON)
     assert worker.score(request()).tolist() == [0, 1]
     worker.close()
 
@@ -96,17 +95,17 @@ def test_torch_is_not_there(cluster: Cluster) -> None:
 def test_gpus_are_seen_by_those_who_are_to_have_them(on_gpu: bool, number: int) -> None:
     """Whatever the cluster shows a place that asks for none."""
     cluster = SpawnCluster({"reward-0": {"CUDA_VISIBLE_DEVICES": "0,1"}}, SOON)
-    worker = OnCluster(cluster, on_gpu=on_gpu)(0, {"style": VisibleGPUs()}, SOON, SOON)
+    worker = OnCluster(cluster, on_gpu=on_gpu)(0, {"style": VisibleGPUs()}, SOON)
     assert worker.score(request()).tolist() == [number] * 2
     cluster.close()
 
 
 def test_closing_ends_whoever_waits(cluster: Cluster, tmp_path: Path) -> None:
-    worker, errors = OnCluster(cluster)(1, {"style": Obeys()}, 600, SOON), []
+    worker, errors = OnCluster(cluster)(1, {"style": Obeys()}, SOON), []
 
     def ask() -> None:
         try:
-            worker.score(request(sleep=600, log=str(tmp_path / "pid")))
+            worker.score(request(timeout_s=600, sleep=600, log=str(tmp_path / "pid")))
         except RewardError as error:
             errors.append(str(error))
 
@@ -123,7 +122,7 @@ def test_closing_ends_whoever_waits(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_nobody_is_started_when_the_cluster_has_been_closed() -> None:
     with Spawn(num_threads=1).open([Place("reward-0")]) as cluster:
-        worker = OnCluster(cluster)(0, {"style": Obeys()}, SOON, SOON)
+        worker = OnCluster(cluster)(0, {"style": Obeys()}, SOON)
     worker.start()
     worker.wait()
     with pytest.raises(RewardError, match="the worker is closed"):

@@ -22,6 +22,7 @@ from PIL import Image
 from flowrl.config import Config, Data
 from flowrl.prompts import Prompt
 from flowrl.rewards.parsers import Parser, Rating, Transcription, YesNo
+from flowrl.rewards.scoring import FinalError, SelfTimed
 from flowrl.rewards.transport import AnswerError
 from flowrl.rewards.vlm_judge import VLMJudge, answer_of
 from flowrl.types import Scorer
@@ -177,7 +178,7 @@ def test_pictures_keep_their_scores_however_the_answers_come() -> None:
         (reply({"choices": [{"message": {"content": "5"}}]}), r"not a chat completion \(KeyError: 'finish_reason'"),
         (completion("5", logprobs={"content": [{"top_logprobs": [{"token": "5"}]}]}), r"\(KeyError: 'logprob'"),
         (completion("5", logprobs=["5"]), r"not a chat completion \(AttributeError"),
-        (completion("I will not judge this."), "no rating .* in the answer 'I will not judge this.'"),
+        (completion("I will not judge this."), "the answer is no rating: 'I will not judge this.'"),
     ],
 )
 def test_an_answer_without_a_score_is_an_error_by_the_pictures_name(answer: Reply, message: str) -> None:
@@ -192,6 +193,14 @@ def test_the_picture_at_fault_is_named() -> None:
     prompts = [Prompt("a", "x"), Prompt("b", "longer"), Prompt("c", "x")]
     with judge(dislike_one, question="{prompt}") as scorer, pytest.raises(AnswerError, match="picture 1 of prompt 'b'"):
         scorer.score(IMAGES[:3], prompts)
+
+
+def test_an_answer_is_no_longer_than_was_asked_for() -> None:
+    """A megabyte, and 10 kB a token: a model that is to think has room for it."""
+    long = completion("5", reasoning="z" * 2_500_000)
+    assert score(long, extra_body={"max_completion_tokens": 200}) == pytest.approx(4 / 9)
+    with pytest.raises(AnswerError, match=r"completions answered 200: .* more than 1640000 bytes"):
+        score(long)
 
 
 def test_an_answer_may_leave_out_log_probabilities() -> None:
@@ -226,13 +235,13 @@ def test_targets_are_needed_where_they_are_used(parser: Parser, question: str, n
 
 
 def test_a_prompt_without_the_target_that_is_asked_for_is_named() -> None:
-    with judge(Reply(), question="{target}?") as scorer, pytest.raises(ValueError, match="prompt 'p' has no target"):
+    with judge(Reply(), question="{target}?") as scorer, pytest.raises(FinalError, match="prompt 'p' has no target"):
         scorer.score(IMAGES[:1], [Prompt("p", "x")])
 
 
 def test_is_a_scorer_that_can_be_pickled() -> None:
     scorer = VLMJudge(**OPTIONS)
-    assert isinstance(scorer, Scorer) and pickle.loads(pickle.dumps(scorer)) == scorer
+    assert isinstance(scorer, Scorer) and isinstance(scorer, SelfTimed) and pickle.loads(pickle.dumps(scorer)) == scorer
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import weakref
 import zlib
 from typing import Any
 
@@ -15,15 +16,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import save
 
-from flowrl.prompts import Prompt
+from flowrl.prompts import MAX_DEPTH, Prompt
 from flowrl.rewards.wire import Pictures, WireError, decode, encode, read_scores
 
-LIMIT = 10**6
+LIMIT = 10**6  # bytes
+MOST = 4  # samples
 PROMPTS = [
     Prompt(
         "p0", 'a sign: "FLOW"', target="FLOW", negative="blurry", metadata={"tags": ["a", 1, None], "n": {"m": 2.5}}
     ),
-    Prompt("p1", "漢字, 🙂 and a lone surrogate \ud800"),
+    Prompt("p1", "漢字 and 🙂"),
 ]
 STATED = json.dumps([{"id": "p", "text": "cat"}])
 
@@ -54,18 +56,32 @@ def same(found: Pictures, images: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("file_format", ["safetensors", "png"])
 def test_pictures_and_prompts_come_out_as_they_went_in(file_format: str) -> None:
-    found = decode(encode(pictures(), PROMPTS, file_format), LIMIT)
+    found = decode(encode(pictures(), PROMPTS, file_format), LIMIT, MOST)
     assert same(found, pictures()) and list(found.prompts) == PROMPTS
 
 
 def test_videos_and_views_come_out_as_they_went_in() -> None:
     videos = pictures(2, 4, 8, 5)[:, ::2, ::-1]
-    assert same(decode(encode(videos, PROMPTS), LIMIT), videos)
+    assert same(decode(encode(videos, PROMPTS), LIMIT, MOST), videos)
 
 
 def test_videos_are_not_sent_as_png() -> None:
     with pytest.raises(WireError, match="videos cannot be sent as png"):
         encode(pictures(2, 4, 6, 5), PROMPTS, "png")
+
+
+def test_prompts_that_could_not_be_passed_on_are_refused() -> None:
+    """To the scorer's process."""
+    deep: list[Any] = []
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    sent = encode(pictures(), [Prompt("p", "a cat", metadata={"n": [[]]}), Prompt("q", "a cat", metadata={"n": deep})])
+    with pytest.raises(WireError, match="the metadata of prompt 1 is nested more than 100 deep"):
+        decode(sent, LIMIT, MOST)
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(WireError, match="prompts cannot be written as JSON: "):
+        encode(pictures(1), [Prompt("p", "a cat", metadata={"n": deep})])
 
 
 @pytest.mark.parametrize("value", [float("nan"), object()])
@@ -91,6 +107,9 @@ def test_metadata_that_json_cannot_hold_is_refused(value: object) -> None:
         (body("[", images=pictures(1)), "`prompts` must be a JSON list"),
         (body("[" * 100_000, images=pictures(1)), "`prompts` must be a JSON list"),
         (body("{}", images=pictures(1)), "got dict"),
+        (body(r'[{"id": "\ud800", "text": "cat"}]', images=pictures(1)), r"but it holds U\+D800, which is not text"),
+        (body('[{"id": "p", "text": "a", "text": "b"}]', images=pictures(1)), "but it has 'text' twice"),
+        (body('[{"id": "p", "text": "a", "metadata": {"x": NaN}}]', images=pictures(1)), "but it holds NaN"),
         (body(images=pictures(2)), "one prompt for each picture, got 1 for 2"),
         (body('["cat"]', images=pictures(1)), "prompt 0 must be an object with id and text"),
         (body('[{"id": "p"}]', images=pictures(1)), "prompt 0 must be an object with id and text"),
@@ -117,7 +136,7 @@ def test_metadata_that_json_cannot_hold_is_refused(value: object) -> None:
 )
 def test_what_is_wrong_with_a_body_is_said(content: bytes, message: str) -> None:
     with pytest.raises(WireError, match=message):
-        decode(content, LIMIT)
+        decode(content, LIMIT, MOST)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +149,50 @@ def test_a_small_png_that_would_unpack_to_much_is_never_unpacked(side: int, mess
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
     )
     with pytest.raises(WireError, match=message):
-        decode(packed(bomb), LIMIT)
+        decode(packed(bomb), LIMIT, MOST)
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "png"])
+def test_more_samples_than_are_allowed_are_not_looked_at(file_format: str) -> None:
+    four = [Prompt("p", "cat")] * 4
+    assert len(decode(encode(pictures(4), four, file_format), LIMIT, 4).images) == 4
+    with pytest.raises(WireError, match="one request may have 3 samples, got 4"):
+        decode(encode(pictures(4), four, file_format), LIMIT, 3)
+
+
+def test_pictures_are_opened_only_when_there_is_a_prompt_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "open", None)  # calling it is an error
+    with pytest.raises(WireError, match="one prompt for each picture, got 0 for 3"):
+        decode(packed(png(), png(), png(), prompts="[]"), LIMIT, MOST)
+
+
+def test_pictures_are_opened_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Image.Image]] = []
+    original = Image.open
+
+    def observed(*arguments: Any, **options: Any) -> Image.Image:
+        assert sum(there() is not None for there in opened) <= 1  # the one before goes when this one has come
+        picture = original(*arguments, **options)
+        opened.append(weakref.ref(picture))
+        return picture
+
+    monkeypatch.setattr(Image, "open", observed)
+    assert len(decode(packed(*[png()] * 20), LIMIT, 20).images) == 20
+
+
+def test_a_header_that_would_take_much_to_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = body(json.dumps([{"id": "p", "text": "long" * 500}]), images=pictures(1))
+    assert decode(content, LIMIT, MOST).prompts[0].text == "long" * 500
+    monkeypatch.setattr("flowrl.rewards.wire.MAX_HEADER", 1000)
+    with pytest.raises(WireError, match="the blob's header, with all prompts, may have 1000 bytes, got 2"):
+        decode(content, LIMIT, MOST)
 
 
 def test_many_pngs_count_together() -> None:
     files = [png(size=(100, 100))] * 4
-    assert decode(packed(*files), 120_000).images.shape == (4, 100, 100, 3)
+    assert decode(packed(*files), 120_000, MOST).images.shape == (4, 100, 100, 3)
     with pytest.raises(WireError, match="4 PNG files of 100 x 100 unpack to 120000 bytes, over 119999"):
-        decode(packed(*files), 119_999)
+        decode(packed(*files), 119_999, MOST)
 
 
 WHOLE = [encode(pictures(), PROMPTS, file_format) for file_format in ("safetensors", "png")]
@@ -147,7 +202,7 @@ WHOLE = [encode(pictures(), PROMPTS, file_format) for file_format in ("safetenso
 @given(st.sampled_from(WHOLE), st.data())
 def test_no_part_of_a_body_is_taken_for_a_whole_one(whole: bytes, data: st.DataObject) -> None:
     with pytest.raises(WireError):
-        decode(whole[: data.draw(st.integers(0, len(whole) - 1))], LIMIT)
+        decode(whole[: data.draw(st.integers(0, len(whole) - 1))], LIMIT, MOST)
 
 
 @settings(max_examples=150, deadline=None)
@@ -157,7 +212,7 @@ def test_a_damaged_body_is_read_or_refused(whole: bytes, data: st.DataObject) ->
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = decode(bytes(damaged), LIMIT)
+        found = decode(bytes(damaged), LIMIT, MOST)
     except WireError:
         return
     assert len(found.images) == len(found.prompts) and found.images.dtype == np.uint8

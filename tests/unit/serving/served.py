@@ -6,9 +6,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from flowrl.rewards.scoring import FinalError
 
 HANGS = -1  # the seed with which a latent model does
 
@@ -25,12 +28,20 @@ class Obeys:
             match payload:
                 case "raise":
                     raise RuntimeError("too large")
+                case "refuse":
+                    raise FinalError("no target")
+                case "half":
+                    raise FinalError("no file caf\udce9.png")
+                case "nothing":
+                    return None  # type: ignore[return-value]
                 case "exit":
                     raise SystemExit
                 case "die":
                     os._exit(3)
                 case "hang":
                     time.sleep(60)
+                case order if order.startswith("touch "):
+                    Path(order.removeprefix("touch ")).touch()
         return np.ones(len(payloads))
 
 
@@ -40,6 +51,19 @@ class CannotLoad(Obeys):
 
     def load(self) -> None:
         raise FileNotFoundError("no model.onnx")
+
+
+@dataclass(frozen=True)
+class LoadsAtTimes(Obeys):
+    """As `file` says: in each of its lines what to do, one after the other, and in the end nothing but to load."""
+
+    file: str
+
+    def load(self) -> None:
+        orders = Path(self.file).read_text().splitlines()
+        Path(self.file).write_text("\n".join(orders[1:]))
+        if orders and orders[0] == "raise":
+            raise MemoryError("CUDA out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +84,7 @@ class TinyLatentModel:
         if HANGS in seeds:
             time.sleep(60)
         if latents.shape[1] != self.channels:
-            raise ValueError(f"latents must have {self.channels} channels, got {latents.shape[1]}")
+            raise FinalError(f"latents must have {self.channels} channels, got {latents.shape[1]}")
         noise = [0.0 if seed is None else np.random.default_rng(seed).standard_normal() for seed in seeds]
         parts: Mapping[str, Any] = {"latents": latents, "prompt_embeds": text["prompt_embeds"]}
         seen = sum(

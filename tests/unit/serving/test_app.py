@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from flowrl.rewards.combine import Component
 from flowrl.rewards.frames import EveryKth
 from flowrl.rewards.wire import encode
 from flowrl.serving.app import Limits, Service, create_app
-from flowrl.serving.checks import checked_scores
 from flowrl.serving.pictures import Pictures, PictureScorer
 from tests.unit.rewards.scorers import Brightness, Obeys
 
@@ -35,6 +33,14 @@ def ordered(**orders: Any) -> bytes:
     return encode(IMAGES[:1], [Prompt("p", "a cat", metadata=orders)])
 
 
+def nested(depth: int) -> bytes:
+    """A picture whose prompt has lists in lists."""
+    metadata: Any = {}
+    for _ in range(depth):
+        metadata = {"in": metadata}
+    return encode(IMAGES[:1], [Prompt("p", "a cat", metadata=metadata)])
+
+
 def post(client: TestClient, body: bytes = GOOD, headers: Mapping[str, str | None] = {}) -> tuple[int, Any]:
     sent = {name: value for name, value in {**HEADERS, **headers}.items() if value is not None}
     answer = client.post("/v1/score", content=body, headers=sent)
@@ -46,7 +52,9 @@ def post(client: TestClient, body: bytes = GOOD, headers: Mapping[str, str | Non
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(create_app(Service(Pictures(Component(scorer=Obeys())), LIMITS, token="secret"))) as client:
+    with TestClient(
+        create_app(Service(Pictures(Component(scorer=Obeys()), max_samples=4), LIMITS, token="secret"))
+    ) as client:
         while client.get("/healthz").status_code != 200:
             pass
         yield client
@@ -69,12 +77,15 @@ def test_each_picture_gets_its_score(client: TestClient, file_format: str) -> No
         (GOOD[:-1], {}, 400, "the body is not a whole safetensors blob"),
         (b"<html>502 Bad Gateway</html>", {}, 400, "the body is not a whole safetensors blob"),
         (b"", {}, 400, "the body is not a whole safetensors blob"),
-        (bytes(1_000_001), {}, 413, "the request has 1000001 bytes, and 1000000 are allowed (max_body_mb)"),
+        (encode(np.zeros((5, 1, 1, 3), np.uint8), [PROMPTS[0]] * 5), {}, 400, "one request may have 4 samples, got 5"),
+        (bytes(1_000_001), {}, 413, "the request has more than 1000000 bytes (max_body_mb)"),
         (bytes(1_000_001), {"authorization": None}, 401, "the bearer token is missing or wrong"),
-        (ordered(then="raise"), {}, 422, "ZeroDivisionError"),
-        (ordered(then="quit"), {}, 422, "SystemExit"),
-        (ordered(then="nan"), {}, 422, "ValueError: the score of sample 0 is nan"),
-        (ordered(sleep=30), {}, 503, "the scorer did not answer within 0.5 s and was stopped"),
+        (nested(150), {}, 400, "the metadata of prompt 0 is nested more than 100 deep"),
+        (ordered(then="refuse"), {}, 422, "FinalError: no target"),
+        (ordered(then="raise"), {}, 500, "ZeroDivisionError"),
+        (ordered(then="quit"), {}, 500, "SystemExit"),
+        (ordered(then="nan"), {}, 500, "ScoresError: its scores are not finite: nan for sample 0"),
+        (ordered(sleep=30), {}, 500, "the scorer did not answer within 0.5 s and was stopped"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -97,7 +108,7 @@ def test_metrics_are_for_those_with_the_token_and_count(client: TestClient) -> N
         return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + " ")), 0.0)
 
     assert client.get("/metrics").status_code == 401
-    counters = ('flowrl_requests_total{status="200"}', 'flowrl_requests_total{status="422"}', "flowrl_samples_total")
+    counters = ('flowrl_requests_total{status="200"}', 'flowrl_requests_total{status="500"}', "flowrl_samples_total")
     before = [value(name) for name in counters]
     post(client)
     post(client, ordered(then="raise"))
@@ -129,18 +140,3 @@ def test_of_videos_the_chosen_frames_are_scored_as_in_a_run() -> None:
     assert item.kind == (3, 6, 5, 3)
     expected = videos[:, ::4].mean(axis=(1, 2, 3, 4), dtype=np.float64) / 255
     np.testing.assert_allclose(PictureScorer(Brightness()).score([item.payload]), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ([1.0, 2.0], "must return float64 .2., got list"),
-        (np.array([1.0, 2.0], np.float32), r"got float32 \[2\]"),
-        (np.array([1.0]), r"got float64 \[1\]"),
-        (np.array([[1.0, 2.0]]), r"got float64 \[1, 2\]"),
-        (np.array([1.0, math.inf]), "the score of sample 1 is inf"),
-    ],
-)
-def test_scores_that_are_not_fit_to_be_sent(scores: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        checked_scores(scores, 2)

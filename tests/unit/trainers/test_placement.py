@@ -13,6 +13,9 @@ from flowrl.distributed.launch.failures import PlacementError
 from flowrl.distributed.launch.inline import Inline
 from flowrl.distributed.launch.placement import assign
 from flowrl.distributed.launch.ray import Ray, arrange
+from flowrl.rewards.clip_score import CLIPScore
+from flowrl.rewards.combine import Component
+from flowrl.rewards.jpeg import JPEGCompressibility
 from flowrl.rewards.worker import OnHost
 from flowrl.trainers import placement
 from flowrl.trainers.placement import actor_places, on_host, pool_places, rollout_places, trainer_places, transport
@@ -163,6 +166,42 @@ def test_gpus_that_are_not_there_are_refused(
     settings: dict[str, Any] = {"runtime": "remote", "num_workers": 1, **changes}
     run = replace(plain, device="cuda" if gpus else "cpu", reward=replace(plain.reward, **settings))
     assert [problem.path for problem in placement.problems(run)] == ([] if path is None else [path])
+
+
+@pytest.mark.parametrize(
+    ("device", "runtime", "on_gpus", "path"),
+    [
+        ("auto", "cpu", True, "runtime"),
+        ("cuda", "cpu", True, "components.clip.scorer.device"),
+        ("cpu", "cpu", True, None),
+        ("auto", "colocated", True, None),
+        ("cuda", "remote", True, None),
+        ("auto", "cpu", False, None),
+        ("auto", "colocated", False, None),
+        ("cuda", "colocated", False, "components.clip.scorer.device"),
+    ],
+)
+def test_a_network_needs_a_worker_with_a_gpu_unless_the_cpu_is_meant(
+    plain: Config, monkeypatch: pytest.MonkeyPatch, device: str, runtime: str, on_gpus: bool, path: str | None
+) -> None:
+    """In a run on GPUs; of evaluation's own rewards, too. Others do not mind."""
+    monkeypatch.setattr(placement, "visible_gpus", lambda: GPUS)
+    clip = {"clip": Component(scorer=CLIPScore(device=device)), "size": Component(scorer=JPEGCompressibility())}
+    reward = Reward(components=clip, runtime=runtime, num_workers=1)
+    for section, run in {
+        "reward": replace(plain, reward=reward),
+        "trainer.eval.rewards": scoring(plain, "cpu", judges=reward),
+    }.items():
+        found = list(placement.problems(replace(run, device="cuda" if on_gpus else "cpu")))
+        assert [problem.path for problem in found] == ([] if path is None else [f"{section}.{path}"])
+        for problem in found:
+            assert f"Set {section}.runtime=colocated" in problem.hint
+            assert f"{section}.components.clip.scorer.device=cpu" in problem.hint
+
+
+def test_without_workers_a_network_is_where_the_trainer_is(plain: Config) -> None:
+    reward = Reward(components={"clip": Component(scorer=CLIPScore())}, num_workers=0)
+    assert list(placement.problems(replace(plain, reward=reward, device="cuda", launcher=Inline()))) == []
 
 
 def test_a_cluster_that_is_there_already_may_have_gpus(plain: Config, monkeypatch: pytest.MonkeyPatch) -> None:
