@@ -123,7 +123,7 @@ def image_faults(path: Path) -> list[str]:
 def video_faults(path: Path) -> list[str]:
     """Why ffmpeg cannot decode it to its end."""
     if importlib.util.find_spec("imageio_ffmpeg") is None:
-        return [f"{path}: decoding videos needs the extra `video`: pip install 'flowrl[video]'"]
+        return [f"{path}: decoding videos needs the extra `video`: pip install -e '.[video]'"]
     from imageio_ffmpeg import get_ffmpeg_exe
 
     told = ["-v", "error", "-nostdin", "-xerror", "-i", str(path.resolve()), "-map", "0:v:0", "-f", "framecrc", "-"]

@@ -29,7 +29,7 @@ from flowrl.types import Handle, ScoredGroup
 P = ParamSpec("P")
 R = TypeVar("R")
 
-INSTALL = "pip install 'flowrl[transfer_queue]'"
+INSTALL = "pip install -e '.[transfer_queue]'"
 KEEPER = "transfer-queue"
 PARTITION = "flowrl"
 CONTROLLER = ("TransferQueueController", "transfer_queue")  # name and namespace, by which the package finds it

@@ -66,8 +66,8 @@ def _replayed(policy: PipelinePolicy, prompts: Sequence[Prompt], sampler: Sample
     groups = [Group(i, prompt, 0, 1) for i, prompt in enumerate(prompts)]
     engine = NativeEngine(policy, sampler, Noise.of(0, "check"), batch_size=len(groups), decode=False)
     found = [sampled.drawn.fetch() for sampled in engine.generate(groups, 0)]
-    trajectory = type(found[0].trajectory).concat([one.trajectory for one in found])
-    conditions = type(found[0].conditions).concat([one.conditions for one in found])
+    trajectory = type(found[0].trajectory).concat([one.trajectory for one in found]).to(policy.device)
+    conditions = type(found[0].conditions).concat([one.conditions for one in found]).to(policy.device)
     differences = []
     for slot in range(trajectory.step_index.shape[1]):
         sample, step = trajectory.latents[:, slot], trajectory.step_index[:, slot]

@@ -67,7 +67,7 @@ def listen(dialect: Dialect, settings: Listen) -> None:
 def _check_installed() -> None:
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise Failure(f'{", ".join(missing)} must be installed: pip install "flowrl[server]".')
+        raise Failure(f'{", ".join(missing)} must be installed: pip install -e ".[server]".')
 
 
 def _limits(settings: Listen) -> Limits:

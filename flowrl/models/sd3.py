@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ MAX_SEQUENCE_LENGTH = 512  # the pipeline takes no more
 class SD3(PipelineModel):
     """A `StableDiffusion3Pipeline`; the T5 encoder may be left out."""
 
-    max_sequence_length: int = 256  # T5 tokens; without a T5 encoder that many zero rows
+    max_sequence_length: int = 256  # T5 tokens; 0 leaves T5 out; without a T5 that many zero rows
     decode_batch_size: int = 32
 
     family: ClassVar[str] = "diffusers.StableDiffusion3Pipeline"
@@ -38,6 +38,12 @@ class SD3(PipelineModel):
         if self.max_sequence_length > MAX_SEQUENCE_LENGTH:
             allowed = f"at most {MAX_SEQUENCE_LENGTH} for SD3"
             raise ValueError(f"max_sequence_length must be {allowed}, got {self.max_sequence_length}.")
+
+    def resolved(self, pipeline: Any) -> Self:
+        """See `PipelineModel`. Of no token T5 would make rows of any length: it is left out."""
+        if self.max_sequence_length == 0:
+            pipeline.register_modules(text_encoder_3=None, tokenizer_3=None)
+        return self
 
     def policy(self, pipeline: Any, device: torch.device) -> SD3Policy:
         """See `PipelineModel`."""

@@ -20,6 +20,9 @@ from flowrl.flow.dynamics.base import Dynamics
 from flowrl.flow.schedule import Schedule
 from flowrl.flow.solvers import Solver
 from flowrl.flow.steps import Steps
+from flowrl.hub import no_hub_id
+from flowrl.models.loading import is_folder
+from flowrl.models.pipeline import PipelineModel
 from flowrl.preflight.rewards import evaluation, held_out, prompts, rewards
 from flowrl.preflight.trainer import Trainer
 from flowrl.preflight.values import AT_MOST, choices, ranges
@@ -38,6 +41,7 @@ def preflight(cfg: DictConfig) -> Config:
     problems.extend(_new(_types(run), faults))
     if not problems:  # components look at each other: only now is each of them what it should be
         problems.extend(_particulars(run))
+        problems.extend(_model_folder(run))
     for check in (ranges, choices, _place, _sampling, _batches, _optimizer, _lora, prompts, rewards, evaluation):
         problems.extend(_new(check(run), faults))
     if problems:
@@ -69,6 +73,17 @@ def _device(run: Config) -> Iterator[Problem]:
             yield Problem("device", message, "Set device=cuda or device=cpu.")
     elif run.device == "cuda" and torch.cuda.device_count() == 0:  # counts through NVML, without initialising CUDA
         yield Problem("device", "is cuda, but torch sees no CUDA device.", "Set device=cpu, or install torch for CUDA.")
+
+
+def _model_folder(run: Config) -> Iterator[Problem]:
+    """A folder that is not there; whether the Hub has an id, only the Hub can tell."""
+    if not isinstance(run.model, PipelineModel) or run.model.init != "pretrained" or not run.model.path:
+        return
+    if isinstance(run.launcher, Ray) and run.launcher.address is not None:  # the cluster's machines have it, perhaps
+        return
+    reason = None if is_folder(run.model.path) else no_hub_id(run.model.path)
+    if reason is not None:
+        yield Problem("model.path", f"there is no folder {run.model.path}, and {reason}.")
 
 
 def _place(run: Config) -> Iterator[Problem]:

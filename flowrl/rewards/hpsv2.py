@@ -33,7 +33,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 """Of CLIP's training pictures, red, green and blue."""
 
 NO_FTFY = "needs ftfy, to mend texts as open_clip does, and it is not installed."
-INSTALL = 'Run pip install "flowrl[hpsv2]".'
+INSTALL = 'Run pip install -e ".[hpsv2]".'
 
 TO_TRANSFORMERS = (  # from open_clip's names
     (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),

@@ -150,7 +150,7 @@ class PaddleOCR(PPOCR):
         """The package may be missing."""
         if importlib.util.find_spec("paddleocr") is not None:
             return []
-        return [Problem("reward", "uses paddleocr, which is not installed.", 'Run pip install "flowrl[paddle]".')]
+        return [Problem("reward", "uses paddleocr, which is not installed.", 'Run pip install -e ".[paddle]".')]
 
     def load(self) -> None:
         """Construct PaddleOCR's pipeline. Raises FileNotFoundError for a folder without `inference.yml`."""

@@ -81,7 +81,7 @@ def video_suffix() -> str:
     """.mp4 where imageio and its ffmpeg are installed, else .gif; that is said when it is first asked for."""
     if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg"):
         return ".mp4"
-    log.warning('videos are written as GIFs, in 256 colours: for .mp4 files run pip install "flowrl[video]"')
+    log.warning('videos are written as GIFs, in 256 colours: for .mp4 files run pip install -e ".[video]"')
     return ".gif"
 
 

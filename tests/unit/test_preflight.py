@@ -74,6 +74,7 @@ def test_a_sound_configuration_is_built(base: DictConfig) -> None:
         ("sampler.frames", 5),  # of a model that draws pictures
         ("sampler.fps", 0.0),
         ("sampler.fps", 1e9),
+        ("model.path", "./no/such/folder"),
         ("data.train_batch_size", 0),
         ("actor.lora.rank", 0),
         ("actor.lora.alpha", 0.0),

@@ -43,7 +43,7 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transfer_queue" else found(name))
     assert problems("launcher=inline") == [
         "buffer: transfer_queue needs Ray. Set launcher=ray, or buffer=memory.",
-        "buffer: needs the package TransferQueue, which is not installed. pip install 'flowrl[transfer_queue]'.",
+        "buffer: needs the package TransferQueue, which is not installed. pip install -e '.[transfer_queue]'.",
     ]
 
 

@@ -119,4 +119,4 @@ def test_the_extra_is_named_if_it_is_missing(
 ) -> None:
     monkeypatch.setattr("flowrl.cli.serving.LIBRARIES", ("fastapi", "no_such_library"))
     assert serve_latent_reward.TOOL.command([MODEL]) == 1
-    assert 'no_such_library must be installed: pip install "flowrl[server]".' in capsys.readouterr().err
+    assert 'no_such_library must be installed: pip install -e ".[server]".' in capsys.readouterr().err

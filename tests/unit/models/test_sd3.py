@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flowrl.config import ConfigError
 from flowrl.models.sd3 import SD3
 from flowrl.types import LoadError
 from tests.support import tiny
+from tests.support.families import FAMILIES
 
 
 def copy_without(folder: Path, target: Path, *parts: str) -> Path:
@@ -122,3 +124,10 @@ def test_no_more_tokens_than_the_pipeline_takes() -> None:
     assert SD3("anywhere", max_sequence_length=512).max_sequence_length == 512
     with pytest.raises(ValueError, match="max_sequence_length must be at most 512 for SD3, got 513"):
         SD3("anywhere", max_sequence_length=513)
+
+
+def test_without_t5_it_is_clip_that_reads_a_text() -> None:
+    """`max_sequence_length=0` leaves T5 out, whether the folder has it or not."""
+    policy = replace(FAMILIES["sd3"].model, max_sequence_length=0).load(torch.device("cpu"))
+    assert policy.max_tokens == 77 and not policy.is_cut("a cat") and policy.is_cut("cat " * 90)
+    assert policy.embed("a cat").embeds.shape[1] == 77

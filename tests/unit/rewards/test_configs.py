@@ -96,4 +96,4 @@ def test_a_missing_package_is_known_before_the_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "paddleocr", None)
     component = ocr("components.ocr.scorer.recogniser._target_=flowrl.rewards.recognisers.PaddleOCR")
     (problem,) = component.problems(Config(data=Data(target="quoted")))
-    assert "paddleocr" in problem.message and "flowrl[paddle]" in problem.hint
+    assert "paddleocr" in problem.message and ".[paddle]" in problem.hint

@@ -19,7 +19,7 @@ from flowrl.rewards.recognisers import PPOCR, Line, PaddleOCR, RapidOCR, Recogni
 
 WORDS = ["FLOW", "OPEN", "TIGER", "Moon", "stop", "Bread", "Hello", "Zebra", "sun"]
 NEEDS_PADDLE = pytest.mark.skipif(
-    importlib.util.find_spec("paddleocr") is None, reason='paddleocr is not installed: pip install "flowrl[paddle]"'
+    importlib.util.find_spec("paddleocr") is None, reason='paddleocr is not installed: pip install -e ".[paddle]"'
 )
 ENGINES = [pytest.param(RapidOCR, id="rapidocr"), pytest.param(PaddleOCR, id="paddleocr", marks=NEEDS_PADDLE)]
 

@@ -53,7 +53,7 @@ def film_suffix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == ".gif":
         monkeypatch.setitem(sys.modules, "imageio", None)
     elif not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
-        pytest.skip('pip install "flowrl[video]"')
+        pytest.skip('pip install -e ".[video]"')
     video_suffix.cache_clear()
     yield request.param
     video_suffix.cache_clear()

@@ -76,7 +76,7 @@ def test_colours_and_time_of_a_gif() -> None:
 
 
 def test_speed_and_odd_sizes_of_an_mp4() -> None:
-    imageio = pytest.importorskip("imageio.v3", reason='pip install "flowrl[video]"')
+    imageio = pytest.importorskip("imageio.v3", reason='pip install -e ".[video]"')
     film = encoded(flat_video(50, 100, 150)[:, :31, :77], 24.0, ".mp4")
     assert imageio.immeta(film, extension=".mp4", plugin="FFMPEG")["fps"] == 24.0
     frames = imageio.imread(film, extension=".mp4", plugin="FFMPEG")
@@ -96,5 +96,5 @@ def test_the_way_out_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     video.video_suffix.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert [file_name("0", PICTURE[None]), file_name("1", PICTURE[None])] == ["0.gif", "1.gif"]
-    assert len(caplog.messages) == 1 and 'pip install "flowrl[video]"' in caplog.messages[0]
+    assert len(caplog.messages) == 1 and 'pip install -e ".[video]"' in caplog.messages[0]
     video.video_suffix.cache_clear()
