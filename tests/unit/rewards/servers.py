@@ -1,14 +1,18 @@
-"""Servers that answer as a test wants them to, on a port of this machine."""
+"""Servers that answer as a test wants them to, on a port of this machine, and requests to them."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from flowrl.rewards import transport
+from flowrl.rewards.transport import Server
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,9 @@ class Reply:
 def reply(answer: Any, status: int = 200) -> Reply:
     """`answer` as JSON."""
     return Reply(status, json.dumps(answer).encode())
+
+
+GOOD = reply({"fine": 1})
 
 
 @contextmanager
@@ -90,3 +97,22 @@ def in_turn(*replies: Reply) -> tuple[Callable[[Asked], Reply], list[Asked]]:
         return replies[min(len(asked), len(replies)) - 1]
 
     return answer, asked
+
+
+def are_about(pauses: Sequence[float], expected: Sequence[float]) -> bool:
+    """Each pause is as long as expected, and up to half as long again."""
+    together = zip(pauses, expected, strict=True)
+    return all(least <= pause <= least * transport.JITTER for pause, least in together)
+
+
+def post(url: str, max_bytes: int = 1000, **options: Any) -> dict[str, Any]:
+    """The answer to one request of a client with these settings."""
+    with Server(url=url, **options).connect() as connection:
+        return connection.post("/score", b"body", {"x-kind": "test"}, max_bytes)
+
+
+def free_port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

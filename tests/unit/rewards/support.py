@@ -1,4 +1,4 @@
-"""Sampled and scored groups for tests."""
+"""Sampled and scored groups and components for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from flowrl.flow.dynamics.ode import ODE
 from flowrl.flow.solvers import Euler
 from flowrl.prompts import Prompt
+from flowrl.rewards.combine import Component
 from flowrl.types import Conditions, Drawn, Group, SampledGroup, ScoredGroup, Trajectory
+
+SOON = 20.0  # seconds, for what should take none: the machine may be busy
+
+
+def one(scorer: Any, **options: Any) -> dict[str, Component]:
+    """This scorer as the only component."""
+    return {"style": Component(scorer=scorer, **options)}
 
 
 def sampled_group(ordinal: int = 0, num_samples: int = 2, *, size: int = 8, **orders: Any) -> SampledGroup:

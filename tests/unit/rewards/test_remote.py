@@ -20,8 +20,8 @@ from flowrl.rewards.pool import RewardPool
 from flowrl.rewards.remote import OnCluster, RemoteWorker
 from flowrl.rewards.scoring import Request, RewardError
 from tests.unit.rewards.scorers import Brightness, CannotLoad, Obeys, Surroundings, VisibleGPUs
-from tests.unit.rewards.support import sampled_group
-from tests.unit.rewards.test_pool import SOON, assert_gone, wait_for
+from tests.unit.rewards.support import SOON, sampled_group
+from tests.unit.rewards.test_pool import assert_gone, wait_for
 
 
 @pytest.fixture(scope="module")
