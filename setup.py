@@ -19,6 +19,7 @@ TEST = [
     "pre-commit",
     "psutil",
     "pytest",
+    "pytest-xdist>=3.6",
     "ruff",
     "setuptools>=77",
 ]

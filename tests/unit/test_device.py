@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +11,21 @@ import torch
 
 from flowrl.config import Config
 from flowrl.device import torch_settings
+
+
+@pytest.fixture(autouse=True)
+def torchs_own() -> Iterator[None]:
+    """Workers in this very process may have settled it for good."""
+    before = switches()
+    set_switches(False, True, True)
+    yield
+    set_switches(*before)
+
+
+def set_switches(deterministic: bool, attention: bool, tf32: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(attention)
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def switches() -> tuple[bool, bool, bool]:
@@ -20,11 +36,9 @@ def switches() -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_run_has_its_own_kernels_and_leaves_none(deterministic: bool) -> None:
-    before = switches()
-    assert before == (False, True, True), "torch's own"
     with torch_settings(Config(deterministic=deterministic)):
         assert switches() == (deterministic, False, False)
-    assert switches() == before
+    assert switches() == (False, True, True)
 
 
 def test_generators_of_others_go_on_as_if_there_had_been_no_run() -> None:

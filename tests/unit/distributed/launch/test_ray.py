@@ -38,7 +38,7 @@ from tests.unit.rewards.scorers import Surroundings
 
 def test_reward_workers_score_without_torch(ray_cluster: Cluster) -> None:
     worker = OnCluster(ray_cluster, "reward")(0, {"style": Surroundings()}, SOON)
-    request = Request("style", np.zeros((2, 4, 4, 3), np.uint8), Prompt("p", "text"), ("p:0:0", "p:0:1"))
+    request = Request("style", np.zeros((2, 4, 4, 3), np.uint8), Prompt("p", "text"), ("p:0:0", "p:0:1"), SOON)
     torch_was_there, num_threads = worker.score(request)
     assert not torch_was_there and num_threads == 1
     worker.close()
