@@ -8,7 +8,7 @@ from os.path import realpath
 from pathlib import Path
 
 from data_process.refused import Refused
-from flowrl.data.rows import PACKAGE_SCHEME, SUFFIXES, Fault, LineFault, PromptFileError, Row, fingerprint
+from flowrl.data.rows import CHANGED, PACKAGE_SCHEME, SUFFIXES, Fault, LineFault, PromptFileError, Row, fingerprint
 from flowrl.data.schema import Ids, checked_rows, known_rows, plain
 
 
@@ -67,7 +67,7 @@ class Inputs:
                 try:
                     yield file, self.convert(row)
                 except LineFault as fault:
-                    raise Refused([f"{file}: changed while it was being read"]) from fault
+                    raise Refused([f"{file}: {CHANGED}"]) from fault
 
     def num_faulty(self) -> int:
         """Rows that are wrong."""
@@ -88,13 +88,13 @@ class Inputs:
 
     def has_faulty_files(self) -> bool:
         """Whether anything is wrong that does not concern one line alone."""
-        return any(fault.line is None for faults in self.faults.values() for fault in faults)
+        return any(fault.is_of_file for faults in self.faults.values() for fault in faults)
 
     def refuse_changes(self) -> None:
         """Raises Refused if a file is not what it was when work began."""
         changed = [file for file, before in self.hashes.items() if fingerprint(file) != before]
         if changed:
-            raise Refused([f"{file}: changed while it was being read" for file in changed])
+            raise Refused([f"{file}: {CHANGED}" for file in changed])
 
     def refuse_nothing(self, count: int) -> None:
         """Raises Refused if no row is left."""

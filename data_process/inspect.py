@@ -12,7 +12,7 @@ from data_process.inputs import data_files
 from data_process.media import asked, check_media, check_task
 from data_process.output import METADATA, described
 from data_process.refused import Refused
-from flowrl.data.rows import PACKAGE_SCHEME, Fault, LineFault, PromptFileError, Row, fingerprint
+from flowrl.data.rows import PACKAGE_SCHEME, Fault, LineFault, PromptFileError, Row, fingerprint, refuse_change
 from flowrl.data.schema import MEDIA, TARGETS, TASKS, checked_rows, sample_id, target_of, written_id
 
 DESCRIPTION = """\
@@ -98,6 +98,7 @@ class Inspection:
         faults: list[Fault] = []
         summary = Summary(self.arguments.target)
         try:
+            found = fingerprint(file)
             for number, row in checked_rows(file, faults):
                 summary.add(row)
                 for check in self._checks(row, file, role):
@@ -107,7 +108,7 @@ class Inspection:
                         faults.extend(Fault(message, number) for message in fault.messages)
                 if role == "eval":
                     self.held_out.add(row, file, number)
-            found = fingerprint(file)
+            refuse_change(file, found)
             faults += _changed(file, found)
         except PromptFileError as error:
             faults += error.faults

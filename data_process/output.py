@@ -74,8 +74,10 @@ def _writer(path: Path, suffix: str) -> AbstractContextManager[RowWriter]:
 def new_data_files(paths: Sequence[Path]) -> Iterator[list[RowWriter]]:
     """A writer for each path (`.jsonl` or `.parquet`). If the block raises, no file of these names has changed.
 
-    Raises OSError, naming the first of them, if a disk is full or a folder cannot be written to.
+    Raises OSError, naming the first of them, if a disk is full or a folder cannot be written to. One of the block that
+    names another file is raised as it is.
     """
+    others: OSError | None = None
     partials = {path: path.with_name(f".{path.name}.partial") for path in paths}
     with ExitStack() as leftovers:
         for partial in partials.values():
@@ -83,12 +85,19 @@ def new_data_files(paths: Sequence[Path]) -> Iterator[list[RowWriter]]:
             leftovers.callback(partial.unlink, missing_ok=True)
         try:
             with ExitStack() as files:
-                yield [files.enter_context(_writer(partial, path.suffix)) for path, partial in partials.items()]
+                writers = [files.enter_context(_writer(partial, path.suffix)) for path, partial in partials.items()]
+                try:
+                    yield writers
+                except OSError as error:
+                    others = error if error.filename is not None else None  # writing to an open file names none
+                    raise
             for path, partial in partials.items():
                 partial.replace(path)
             for folder in {path.parent for path in paths}:
                 sync(folder)
         except OSError as error:  # which names what nobody has asked for
+            if others is not None:
+                raise others from None
             raise OSError(error.errno, error.strerror, str(paths[0])) from error
 
 

@@ -76,6 +76,8 @@ def _compose(overrides: list[str], config_dir: str | Path | None) -> DictConfig:
         if override.lstrip("+~").startswith(("hydra.", "hydra/")):
             hint = "Leave it out; `runs` and `name` say where a run goes."
             raise ConfigError(Problem(override, "settings of Hydra itself have no effect here.", hint))
+        if override.startswith("debug=["):
+            raise ConfigError(Problem("debug", "takes one option.", "Set debug=tiny or debug=short."))
     extra = [] if config_dir is None else [f"hydra.searchpath=['file://{_escaped(config_dir)}']"]
     cfg = compose(PRIMARY, [*extra, *overrides], return_hydra_config=True)
     recipe, debug = (cfg.hydra.runtime.choices.get(group) for group in ("recipe", "debug"))

@@ -28,6 +28,9 @@ HELD = (
     "weight_sync.wire_dtype",
 )  # fmt: skip
 
+# Of rewards on servers: where they are, and how long they are waited for.
+FREE_OF_SERVERS = {"busy_timeout_s", "concurrency", "retries", "start_timeout_s", "timeout_s", "token_env", "url"}
+
 Contract = Mapping[str, Any]
 CONTENT = "content of "  # before the name of a setting that is a file
 
@@ -38,6 +41,8 @@ def contract(run: Config, cfg: DictConfig) -> dict[str, Any]:
     Files of prompts count by their content, and may move; so does the model, whose fingerprint the trainer adds.
     """
     settings = {path: value for path, value in _leaves(OmegaConf.to_container(cfg, resolve=True)) if not _is_free(path)}
+    if settings.get("model.init") == "pretrained":
+        settings.pop("model.size", None)  # the folder says how large it is
     if run.actor.optimizer.schedule != "constant" and run.actor.optimizer.decay_steps is None:
         settings["trainer.total_steps"] = run.trainer.total_steps  # the rate comes down over the whole run
     files = {"data.train": run.data.train}
@@ -69,7 +74,9 @@ def _shown(values: Contract, name: str) -> str:
 
 
 def _is_free(path: str) -> bool:
-    return _below(path, FREE) and not _below(path, HELD)
+    *above, name = path.split(".")
+    of_server = above[-1:] == ["scorer"] and name in FREE_OF_SERVERS
+    return of_server or (_below(path, FREE) and not _below(path, HELD))
 
 
 def _below(path: str, sections: Sequence[str]) -> bool:

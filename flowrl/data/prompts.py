@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from flowrl.data.rows import Fault, LineFault, PromptFileError, Row, fingerprint
+from flowrl.data.rows import Fault, LineFault, PromptFileError, Row, fingerprint, refuse_change
 from flowrl.data.schema import MEDIA, TARGETS, checked_rows, sample_id, target_of
 from flowrl.prompts import Prompt
 
@@ -31,7 +31,7 @@ def load_prompts(path: str, target: str = "none") -> tuple[Prompt, ...]:
             one. "field": the field `target`, which every prompt must have. "none": the field if it is there.
 
     Raises:
-        PromptFileError: with every fault of the file.
+        PromptFileError: with every fault of the file, or if it changes while it is being read.
         ValueError: for an unknown `target`.
     """
     if target not in TARGETS:
@@ -52,6 +52,7 @@ def _prompts(path: str, target: str, content: str) -> tuple[Prompt, ...]:
                 prompts.append(_prompt(row, target))
             except LineFault as fault:
                 faults.extend(Fault(message, number) for message in fault.messages)
+    refuse_change(path, content)  # else these prompts would be kept for a content that they do not have
     if faults:
         raise PromptFileError(path, faults)
     return tuple(prompts)

@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -25,6 +26,7 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 TABLES = {".csv": ",", ".tsv": "\t"}
 """What `data_process prepare` reads besides, and what stands between two cells."""
 BATCH = 10_000  # rows of a parquet file that are in memory at once
+CHANGED = "changed while it was being read"
 SHOWN = 20  # lines of equal faults, and of all faults where they are not asked for
 
 Row = dict[str, Any]
@@ -36,6 +38,12 @@ class Fault:
 
     message: str
     line: int | None = None
+    spreads: bool = False  # other lines may have been misread because of this one
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether leaving one line out would not mend it."""
+        return self.line is None or self.spreads
 
 
 class LineFault(Exception):
@@ -88,7 +96,7 @@ def read_rows(path: str, faults: list[Fault], columns: Sequence[str] = ()) -> It
         columns: of a parquet file, those to read if it has them: columns of pictures are large. Empty: all.
 
     Raises:
-        PromptFileError: if the file cannot be opened, or its name ends in none of `SUFFIXES`.
+        PromptFileError: if the file cannot be opened or read, or its name ends in none of `SUFFIXES`.
     """
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
@@ -112,13 +120,26 @@ def fingerprint(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def open_data(path: str) -> IO[bytes]:
-    """The file at an ordinary or `pkg://` path. Raises PromptFileError if it cannot be opened."""
+def refuse_change(path: str, before: str) -> None:
+    """Raises PromptFileError if `fingerprint` of the file is no longer what it was before it was read."""
+    if fingerprint(path) != before:
+        raise PromptFileError(path, [Fault(CHANGED)])
+
+
+@contextmanager
+def open_data(path: str) -> Iterator[IO[bytes]]:
+    """The file at an ordinary or `pkg://` path. Raises PromptFileError if it cannot be opened, or read in the block."""
+    try:
+        with _opened(path) as file:
+            yield file
+    except OSError as error:  # which does not name the file, if reading failed
+        raise PromptFileError(path, [Fault(error.strerror or str(error))]) from error
+
+
+def _opened(path: str) -> IO[bytes]:
     place = _locate(path)
     try:
         return place.open("rb")
-    except OSError as error:
-        raise PromptFileError(path, [Fault(error.strerror or str(error))]) from error
     except ValueError as error:  # a NUL in it
         raise PromptFileError(path, [Fault(f"cannot be a path: {error}")]) from error
 

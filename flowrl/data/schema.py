@@ -7,7 +7,7 @@
     metadata          an object; `task` and `sample_id` have a meaning, the rest is the user's
     id                as `metadata.sample_id`
 
-Only `prompt` must be there, and null is as good as leaving a field out.
+Only `prompt` must be there, and null is as good as leaving any other field out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plain(row: Row) -> Row:
 
 
 def _is_absent(name: str, value: Any) -> bool:
-    return name in OPTIONAL if value is None else value == [] and name in MEDIA
+    return name != "prompt" if value is None else value == [] and name in MEDIA
 
 
 def checked_rows(

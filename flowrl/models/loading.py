@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import resources
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.files import sha256_of
+from flowrl.files import sha256, sha256_of
 from flowrl.hub import in_one_sentence, no_hub_id
 from flowrl.types import LoadError
 
@@ -91,12 +92,35 @@ OF_CALLS = {"max_length", "pad_to_multiple_of", "stride", "truncation_strategy"}
 """What a tokenizer is called with."""
 
 
+SAMPLES = (
+    'A sign that says "Open 24 h"',
+    "Ein Stra\u00dfenschild:  \u201eM\u00fcnchen\u201c\t\u4eac\u90fd",
+    "2,000 dogs' paws...",
+)
+"""Texts that tokenizers who differ in anything cut up in different ways."""
+
+
 def network_settings(network: Any) -> dict[str, Any]:
-    """What the configuration of a network of diffusers or transformers says, wherever it comes from."""
+    """What the configuration of a part of diffusers or transformers says that its class does not, wherever it is from.
+
+    Defaults do not count: the next version of a library has more of them, and the model is the same.
+    """
     from transformers import PreTrainedModel
 
-    found = network.config.to_json_string(False) if isinstance(network, PreTrainedModel) else network.to_json_string()
-    return _content(json.loads(found))
+    if isinstance(network, PreTrainedModel):
+        return _content(json.loads(json.dumps(network.config.to_diff_dict(), default=str)))
+    defaults = {name: each.default for name, each in signature(type(network).__init__).parameters.items()}
+    usual = {name: json.loads(json.dumps(value, default=str)) for name, value in defaults.items()}
+    said = json.loads(network.to_json_string())
+    return _content({name: value for name, value in said.items() if name not in usual or value != usual[name]})
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
+    """By what it does, whatever version of its library has read and would write it."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    cut = [tokenizer(text).input_ids for text in SAMPLES]
+    pads = (tokenizer.pad_token, tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length)
+    return {"vocabulary": sha256(vocabulary.encode()), "samples": cut, "pads": pads, "chat": tokenizer.chat_template}
 
 
 def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:

@@ -71,8 +71,8 @@ class PipelineModel(ABC):
             hint = "debug=tiny needs one, debug=short does not."
             raise ValueError(f"init must be pretrained for {family}, which has no random build (no `sizes`): {hint}")
         choices = {"init": ("pretrained", "random", "tiny"), "task": self.tasks}
-        if self.init == "random":
-            choices["size"] = tuple(self.sizes)
+        if self.sizes:
+            choices["size"] = tuple(dict.fromkeys([*self.sizes, *([] if self.init == "random" else ["full"])]))
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -141,10 +141,11 @@ class PipelineModel(ABC):
 
     def load(self, device: torch.device) -> PipelinePolicy:
         """Read the folder with diffusers. Raises `LoadError` in one sentence when it is absent or incomplete."""
-        pipeline = self._read(self.folder()) if self.init == "pretrained" else self._assembled(device)
+        with quiet():
+            pipeline = self._read(self.folder()) if self.init == "pretrained" else self._assembled(device)
+            pipeline.vae.to(device)
         with self.reading("vae"):
             check_scaling(pipeline.vae)
-        pipeline.vae.to(device)
         return self.resolved(pipeline).policy(pipeline, device)
 
     def load_encoders(self, device: torch.device) -> PipelinePolicy:
@@ -200,7 +201,7 @@ class PipelineModel(ABC):
     @contextmanager
     def reading(self, part: str = "") -> Iterator[None]:
         """What cannot be read of the folder, or of one of its parts, as one `LoadError` that says where it lies."""
-        with in_one_sentence(f"model.path={self.path}{f': {part}' if part else ''}"), quiet(), odd_contents():
+        with in_one_sentence(f"model.path={self.path}{f': {part}' if part else ''}"), odd_contents():
             yield
 
     # ------------------------------------------------------------------------------------------ for exports

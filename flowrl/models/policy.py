@@ -20,7 +20,7 @@ from flowrl.flow.schedule import Schedule
 from flowrl.models.embedding_files import EmbeddingFiles, encoding_fingerprint
 from flowrl.models.embeddings import EmbeddingCache, Text, TextConditions
 from flowrl.models.latents import unscaled
-from flowrl.models.loading import content_fingerprint, network_settings, quiet, tokenizer_hashes
+from flowrl.models.loading import content_fingerprint, network_settings, quiet, tokenizer_identity
 from flowrl.prompts import Prompt
 from flowrl.types import Conditions, DivergedError
 
@@ -307,9 +307,9 @@ class PipelinePolicy(ABC):
     def fingerprint(self) -> str:
         """Of all networks with their settings, the tokenizers, the noise schedule and the pipeline's own settings."""
         options = {name: value for name, value in self.pipeline.config.items() if isinstance(value, float | int | str)}
-        settings: dict[str, Any] = {**options, **self.pipeline.scheduler.config}
+        settings: dict[str, Any] = {**options, "scheduler": network_settings(self.pipeline.scheduler)}
         settings["networks"] = {name: network_settings(part) for name, part in self._parts().items()}
-        settings["tokenizers"] = {name: tokenizer_hashes(part) for name, part in self._tokenizers().items()}
+        settings["tokenizers"] = {name: tokenizer_identity(part) for name, part in self._tokenizers().items()}
         return content_fingerprint(self._parts(), settings)
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from safetensors.numpy import save
 
-from flowrl.rewards.wire import WireError, read_blob
+from flowrl.rewards.wire import BFLOAT16, WireError, read_blob
 
 VERSION_HEADER = "x-drm-protocol-version"
 TEXT = {"prompt_embeds": 3, "pooled_prompt_embeds": 2, "prompt_embeds_mask": 2}  # dimensions
@@ -38,6 +38,25 @@ class LatentSample:
     seed: int | None
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A body whose tensors are as they came: none of their numbers is looked at."""
+
+    tensors: Mapping[str, np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors as float32."""
+        return sum(4 * tensor.size for tensor in self.tensors.values())
+
+    def unpacked(self) -> LatentSample:
+        """Raises WireError."""
+        text = {name: _checked(name, self.tensors[name], TEXT[name]) for name in TEXT if name in self.tensors}
+        latents = _checked("latents", self.tensors["latents"], 5 if self.tensors["latents"].ndim == 5 else 4)
+        (u,) = _checked("u", self.tensors["u"], 1)
+        return LatentSample(latents, text, float(u), _seed(self.tensors.get("seeds")))
+
+
 def encode(sample: LatentSample) -> bytes:
     """The body of a request."""
     tensors = {"latents": sample.latents, **sample.text, "u": np.array([sample.u], np.float32)}
@@ -48,20 +67,25 @@ def encode(sample: LatentSample) -> bytes:
 
 def decode(body: bytes) -> LatentSample:
     """What a body holds; floating-point tensors of whatever size as float32. Raises WireError."""
+    return read(body).unpacked()
+
+
+def read(body: bytes) -> Packed:
+    """The same before any number is converted."""
     tensors, _ = read_blob(body)
     names = tensors.keys()
     if not names >= REQUIRED or not names <= KNOWN:
         optional = ", ".join(sorted(KNOWN - REQUIRED))
         raise WireError(f"the body must hold {', '.join(sorted(REQUIRED))}, and may {optional}; got {sorted(names)}")
-    text = {name: _checked(name, tensors[name], TEXT[name]) for name in TEXT if name in names}
-    latents = _checked("latents", tensors["latents"], 5 if tensors["latents"].ndim == 5 else 4)
-    (u,) = _checked("u", tensors["u"], 1)
-    if "seeds" not in names:
-        return LatentSample(latents, text, float(u), None)
-    seeds = tensors["seeds"]
+    return Packed(tensors)
+
+
+def _seed(seeds: np.ndarray | None) -> int | None:
+    if seeds is None:
+        return None
     if seeds.dtype != np.int64 or seeds.shape != (1,):
         raise WireError(f"seeds must be int64 [1], got {seeds.dtype} {list(seeds.shape)}")
-    return LatentSample(latents, text, float(u), int(seeds[0]))
+    return int(seeds[0])
 
 
 def _checked(name: str, tensor: np.ndarray, ndim: int) -> np.ndarray:
@@ -72,9 +96,13 @@ def _checked(name: str, tensor: np.ndarray, ndim: int) -> np.ndarray:
         if tensor.dtype != np.bool_:
             raise WireError(f"{name} must be bool, got {tensor.dtype}")
         return tensor
+    if tensor.dtype == BFLOAT16:
+        tensor = tensor.view(np.uint16).astype(np.uint32)
+        tensor <<= 16  # in place, and not copied again
+        tensor = tensor.view(np.float32)
     if tensor.dtype not in FLOATS:
         raise WireError(f"{name} must be of a floating-point dtype, got {tensor.dtype}")
-    tensor = tensor.astype(np.float32)
+    tensor = tensor.astype(np.float32, copy=False)
     if not np.isfinite(tensor).all():
         raise WireError(f"{name} holds numbers that are not finite")
     return tensor

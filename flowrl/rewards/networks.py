@@ -89,6 +89,9 @@ class NetworkScorer(abc.ABC):
 
         Raises LoadError if that is a GPU and this process sees none.
         """
+        import torch
+
+        torch.backends.cudnn.allow_tf32 = False  # as in the trainer's own process: float32 is float32
         return module.to(_choose(self.device), dtype_of(dtype or self.dtype)).eval().requires_grad_(False)
 
 
@@ -161,7 +164,8 @@ def plain(tokenizer: Any, texts: Sequence[str]) -> list[str]:
 
     Raises FinalError for one that holds a special token: that which ends a text, say, would hide what comes after it.
     """
-    signs = tokenizer.get_added_vocab()
+    # A single character is a word that serves as padding, too: "!" in some of CLIP's tokenizers.
+    signs = [sign for sign in tokenizer.get_added_vocab() if len(sign) > 1]
     for text in dict.fromkeys(texts):
         for sign in signs:
             if sign in text or sign in text.lower():  # CLIP's tokenizer looks for them in lower case

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 import sys
 import zlib
@@ -41,7 +42,8 @@ FORMATS = ("safetensors", "png")
 MAX_HEADER = 16_000_000  # bytes of a blob's, prompts and all: as objects, JSON needs many times more
 PNG_LEVEL = 1  # of zlib: four times faster than Pillow's 6, and a tenth larger
 
-DTYPES = {
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its bits
+DTYPES: Mapping[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -49,6 +51,7 @@ DTYPES = {
     "I32": np.int32,
     "U8": np.uint8,
     "BOOL": np.bool_,
+    "BF16": BFLOAT16,
 }
 FIELDS: Mapping[str, tuple[type, ...]] = {
     "id": (str,),
@@ -70,6 +73,26 @@ class Pictures:
 
     images: np.ndarray  # uint8 [B, H, W, 3], of videos [B, F, H, W, 3]
     prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A body of which everything is known and checked but the pixels in PNG files."""
+
+    shape: tuple[int, ...]  # of the pictures
+    prompts: tuple[Prompt, ...]
+    data: np.ndarray  # the pictures, or PNG files one after the other
+    ends: np.ndarray | None  # of each of the files
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pictures."""
+        return math.prod(self.shape)
+
+    def unpacked(self) -> Pictures:
+        """Raises WireError."""
+        images = self.data if self.ends is None else _from_png(self.data, self.ends, self.shape)
+        return Pictures(images, self.prompts)
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -102,6 +125,11 @@ def encode(images: np.ndarray, prompts: Sequence[Prompt], file_format: str = "sa
 
 def decode(body: bytes, max_bytes: int, max_samples: int) -> Pictures:
     """What a body holds: at most `max_samples`, and PNG files that unpack to at most `max_bytes`. Raises WireError."""
+    return read(body, max_bytes, max_samples).unpacked()
+
+
+def read(body: bytes, max_bytes: int, max_samples: int) -> Packed:
+    """The same before any PNG file is unpacked."""
     tensors, metadata = read_blob(body)
     match sorted(tensors):
         case ["images"]:
@@ -118,11 +146,16 @@ def decode(body: bytes, max_bytes: int, max_samples: int) -> Pictures:
     prompts = _prompts(metadata.get("prompts"))
     if len(prompts) != num:
         raise WireError(f"there must be one prompt for each picture, got {len(prompts)} for {num}")
-    return Pictures(_from_png(tensors["png"], stacked, max_bytes) if "png" in tensors else stacked, prompts)
+    if "png" not in tensors:
+        return Packed(stacked.shape, prompts, stacked, None)
+    return Packed(_png_shape(tensors["png"], stacked, max_bytes), prompts, tensors["png"], stacked)
 
 
 def read_blob(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors and metadata of a safetensors blob; bfloat16, which numpy lacks, as float32. Raises WireError."""
+    """Tensors and metadata of a safetensors blob, nothing of it converted: bfloat16, which numpy lacks, is `BFLOAT16`.
+
+    Raises WireError.
+    """
     length = int.from_bytes(body[:8], "little")
     if MAX_HEADER < length < len(body):
         raise WireError(f"the blob's header, with all prompts, may have {MAX_HEADER} bytes, got {length}")
@@ -136,10 +169,8 @@ def read_blob(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 def _array(name: str, tensor: Mapping[str, Any]) -> np.ndarray:
     dtype, data, shape = tensor["dtype"], tensor["data"], tensor["shape"]
-    if dtype == "BF16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if dtype not in DTYPES:
-        raise WireError(f"{name} has the dtype {dtype}, which is none of {', '.join(DTYPES)}, BF16")
+        raise WireError(f"{name} has the dtype {dtype}, which is none of {', '.join(DTYPES)}")
     return np.frombuffer(data, DTYPES[dtype]).reshape(shape)
 
 
@@ -189,13 +220,19 @@ def _checked_ends(ends: np.ndarray, data: np.ndarray) -> np.ndarray:
     return ends
 
 
-def _from_png(data: np.ndarray, ends: np.ndarray, max_bytes: int) -> np.ndarray:
-    """uint8 [B, H, W, 3]. All have the size of the first, and that is compared before anything is unpacked."""
+def _png_shape(data: np.ndarray, ends: np.ndarray, max_bytes: int) -> tuple[int, ...]:
+    """[B, H, W, 3], if all have the size of the first, which is all that is looked at."""
     width, height = _opened(0, data[: ends[0]]).size
     num_bytes = len(ends) * width * height * 3
     if num_bytes > max_bytes:
         raise WireError(f"{len(ends)} PNG files of {width} x {height} unpack to {num_bytes} bytes, over {max_bytes}")
-    images = np.empty((len(ends), height, width, 3), np.uint8)
+    return len(ends), height, width, 3
+
+
+def _from_png(data: np.ndarray, ends: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """uint8 of this shape."""
+    images = np.empty(shape, np.uint8)
+    _, height, width, _ = shape
     for index, (start, end) in enumerate(pairwise([0, *ends])):
         picture = _opened(index, data[start:end])
         if picture.size != (width, height):

@@ -26,7 +26,7 @@ from flowrl.rewards.scoring import Request, RewardError
 if TYPE_CHECKING:
     from flowrl.rewards.scoring import AnyScorer
 
-UNSENDABLE = (AttributeError, RecursionError, TypeError, pickle.PicklingError)
+UNSENDABLE = (AttributeError, MemoryError, RecursionError, TypeError, pickle.PicklingError)
 STARTING = "starting"  # spawning imports the main script anew; only then does the worker begin
 
 
@@ -34,7 +34,7 @@ class Worker(Protocol):
     """Scores one request at a time."""
 
     def start(self) -> None:
-        """Begin to load; does not wait."""
+        """Begin to load; does not wait. Raises RewardError."""
         ...
 
     def wait(self) -> None:
@@ -103,7 +103,10 @@ class ProcessWorker:
 
     def start(self) -> None:
         """Spawn the process unless it runs or the worker is closed."""
-        self._child.start()
+        try:
+            self._child.start()
+        except LostChild as error:
+            raise RewardError(self._names, STARTING, f"the worker {error}") from error
 
     def wait(self) -> None:
         """Start if need be and wait until the process has loaded everything."""

@@ -7,9 +7,10 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -22,9 +23,11 @@ from flowrl.serving.batching import Batcher, Item, NotNowError, Place
 from flowrl.serving.bodies import CLOSE, GONE, Bodies
 from flowrl.serving.host import Host, LostError, ScoringError, Served
 
-INLINE_BYTES = 100_000  # a larger body is decoded in a thread, while the server goes on with others
+INLINE_BYTES = 100_000  # what has or makes more is read in a thread, while the server goes on with others
 LOADING_S = 5  # between questions for a scorer that is being loaded
 PAUSES_S = (5.0, 30.0)  # before a scorer that was lost and could not be loaded is loaded again
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,8 @@ class Limits:
         max_wait_ms: how long a request waits for others to join it.
         queue_size: requests that may wait; further ones are answered 503.
         max_body_mb: of a request, in units of 10^6 bytes; also what its PNG files may unpack to.
-        max_queue_mb: of all requests that wait or are being scored; apart from these, of all that are on their way.
+        max_queue_mb: of all requests that wait or are being scored, unpacked; apart from these, of all that are on
+            their way.
         timeout_s: for a body to arrive, and for one batch to be scored.
         load_timeout_s: for the scorer to start and to load.
     """
@@ -66,6 +70,19 @@ class UnloadableError(RuntimeError):
     """The scorer cannot be loaded, for good; one sentence."""
 
 
+class Packed(Protocol):
+    """A request of which no more is unpacked than it takes to know how much it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Unpacked."""
+        ...
+
+    def unpacked(self) -> Item:
+        """All of it. Raises WireError."""
+        ...
+
+
 class Dialect(Protocol):
     """A protocol's own part: what its requests hold, and what scores them."""
 
@@ -84,7 +101,7 @@ class Dialect(Protocol):
         """What scores the payloads of the items."""
         ...
 
-    def read(self, body: bytes, max_bytes: int) -> Item:
+    def read(self, body: bytes, max_bytes: int) -> Packed:
         """A request's body, which may not unpack to more than `max_bytes`. Raises WireError."""
         ...
 
@@ -108,6 +125,7 @@ class Service:
         self._stop = stop
         self._ready = False
         self._host = Host(dialect.served, limits.timeout_s, limits.load_timeout_s)
+        self._scoring = ThreadPoolExecutor(1, "scoring")  # its own: bodies that are unpacked do not keep it waiting
         self._batcher = Batcher(
             self._scored,
             max_batch_size=limits.max_batch_size,
@@ -134,6 +152,7 @@ class Service:
             task.cancel()
             self._host.close()
             await asyncio.wait([task])
+            self._scoring.shutdown(wait=False)
             self.failure = None if task.cancelled() else task.exception()
 
     async def score(self, request: Request) -> Response:
@@ -142,7 +161,7 @@ class Service:
         try:
             body = await self._body(request)
             with self._place(len(body)) as place:
-                item = await self._read(body)
+                item = await self._read(body, place)
                 scores = await _unless_gone(request, self._batcher.put(item, place))
         except NotNowError as error:
             raise self._not_now(str(error)) from error
@@ -225,11 +244,15 @@ class Service:
         if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise HTTPException(401, "the bearer token is missing or wrong", {"www-authenticate": "Bearer"})
 
-    async def _read(self, body: bytes) -> Item:
-        max_bytes = self._limits.max_bytes
-        if len(body) < INLINE_BYTES:
-            return self._dialect.read(body, max_bytes)
-        return await asyncio.to_thread(self._dialect.read, body, max_bytes)
+    async def _read(self, body: bytes, place: Place) -> Item:
+        """Unpacked, once there is room for that. Raises WireError or NotNowError."""
+        packed = await _apart(len(body), self._dialect.read, body, self._limits.max_bytes)
+        num_bytes = max(len(body), packed.num_bytes)
+        self._batcher.reserve(num_bytes, place)
+        return await _apart(num_bytes, packed.unpacked)
+
+    async def _in_turn(self, do: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._scoring, do, *arguments)
 
     async def _work(self) -> None:
         try:
@@ -245,7 +268,7 @@ class Service:
         self._ready = False
         for number, pause in enumerate((*pauses, None)):
             try:
-                await asyncio.to_thread(self._host.load)
+                await self._in_turn(self._host.load)
             except (ScoringError, LostError) as error:
                 if pause is None:
                     raise UnloadableError(str(error)) from error
@@ -261,7 +284,7 @@ class Service:
         """One batch. When the scorer is lost with it, another one is there before that is raised."""
         started = time.perf_counter()
         try:
-            scores = await asyncio.to_thread(self._host.score, payloads)
+            scores = await self._in_turn(self._host.score, payloads)
         except LostError as error:
             self._metrics.lost.inc()
             log.warning("%s", error)
@@ -283,6 +306,11 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(AnyHTTPException, service.refused)
     app.add_exception_handler(Exception, service.failed)
     return app
+
+
+async def _apart(num_bytes: int, do: Callable[..., T], *arguments: Any) -> T:
+    """What it does with so many bytes: in a thread, unless they are few."""
+    return do(*arguments) if num_bytes < INLINE_BYTES else await asyncio.to_thread(do, *arguments)
 
 
 async def _unless_gone(request: Request, scores: asyncio.Future[np.ndarray]) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.serving.host import LostError, ScoringError
 
-MEMORY = 0.2  # how much the last batch counts in the mean time of a request
+MEMORY = 0.2  # how much the last batch counts in the mean time of one
 MAX_DELAY_S = 30.0  # of a request before its turn: whoever had to wait for much longer might not be there any more
 
 
@@ -36,6 +36,7 @@ class Place:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.num = 1  # of its samples, at least, until there is an item
         self.item: Item
         self.scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self.since = 0.0  # when it was put into the queue
@@ -61,7 +62,9 @@ class Batcher:
     A batch that fails is scored again in halves, and these in halves, so that nobody fails for what another one has
     sent; but no part is begun later than `repeat_s` after the batch. What is left then fails as it failed together.
 
-    Nobody is let in who would have to wait for long: the queue is as long as the scorer is fast.
+    Nobody is let in before whom whole batches would take long: the queue is as long as the scorer is fast, and never
+    shorter than one full batch. Were it, a scorer whose batches take their time however small they are would be given
+    ever smaller ones.
 
     Args:
         score: float64, the scores of all samples of the payloads. Raises ScoringError or LostError.
@@ -92,7 +95,7 @@ class Batcher:
         self._waiting: set[Place] = set()
         self._queue: list[Place] = []
         self._change = asyncio.Event()
-        self._request_s = 0.0  # mean time of a request in the scorer
+        self._batch_s = 0.0  # mean time of a batch in the scorer
 
     @property
     def num_waiting(self) -> int:
@@ -107,19 +110,20 @@ class Batcher:
     @property
     def busy_s(self) -> int:
         """Whole seconds, at least 1, until about half of those that wait have been scored."""
-        return max(1, math.ceil(self._delay_s / 2))
+        return max(1, math.ceil(math.ceil(self._num_batches) * self._batch_s / 2))
 
     @property
-    def _delay_s(self) -> float:
-        """In which all that waits will have been scored."""
-        return self.num_waiting * self._request_s
+    def _num_batches(self) -> float:
+        """That wait, the last of which may not be full."""
+        return sum(min(place.num, self._max_batch_size) for place in self._waiting) / self._max_batch_size
 
     def check_open(self) -> None:
         """Raises NotNowError if the queue has no place for anybody."""
         if len(self._waiting) >= self._queue_size:
             raise NotNowError(f"{self._queue_size} requests are waiting already")
-        if self._delay_s > MAX_DELAY_S:
-            raise NotNowError(f"{self.num_waiting} requests are waiting already, for {self._delay_s:.0f} s")
+        delay_s = math.floor(self._num_batches) * self._batch_s  # whoever comes now may still join the last batch
+        if delay_s > MAX_DELAY_S:
+            raise NotNowError(f"{self.num_waiting} requests are waiting already, for {delay_s:.0f} s")
 
     def enter(self, num_bytes: int) -> Place:
         """A place in the queue, for a request of which all has come. Raises NotNowError."""
@@ -130,10 +134,15 @@ class Batcher:
         self._waiting.add(place)
         return place
 
+    def reserve(self, num_bytes: int, place: Place) -> None:
+        """Have room for what a request is going to need. Raises NotNowError."""
+        self._check_room(num_bytes, place.num_bytes)
+        place.num_bytes = num_bytes
+
     def put(self, item: Item, place: Place) -> asyncio.Future[np.ndarray]:
         """The scores to come, float64 [num], or the error with which this item fails. Raises NotNowError."""
-        self._check_room(item.num_bytes, place.num_bytes)
-        place.item, place.num_bytes, place.since = item, item.num_bytes, time.monotonic()
+        self.reserve(item.num_bytes, place)
+        place.item, place.num, place.since = item, item.num, time.monotonic()
         if not place.scores.done():
             self._queue.append(place)
             self._change.set()
@@ -213,10 +222,10 @@ class Batcher:
             for place in present:
                 place.settle(error)
         else:
-            self._learn((time.monotonic() - started) / len(present))
+            self._learn(time.monotonic() - started)
             ends = np.cumsum([place.item.num for place in present])
             for place, own in zip(present, np.split(scores, ends[:-1]), strict=True):
                 place.settle(own)
 
-    def _learn(self, request_s: float) -> None:
-        self._request_s += (request_s - self._request_s) * (MEMORY if self._request_s else 1)
+    def _learn(self, batch_s: float) -> None:
+        self._batch_s += (batch_s - self._batch_s) * (MEMORY if self._batch_s else 1)

@@ -95,8 +95,8 @@ class Host:
         except ScoringError:
             self._child.kill()
             raise
-        except OSError as error:
-            raise LostError(f"the scorer's process cannot be started: {error}") from error
+        except LostChild as error:
+            raise LostError(f"the scorer {error}") from error
 
     def score(self, payloads: Sequence[Any]) -> np.ndarray:
         """float64: the scores of all samples. Raises ScoringError, or LostError: then it must be loaded again."""

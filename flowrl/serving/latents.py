@@ -57,6 +57,24 @@ class LatentScorerProcess:
 
 
 @dataclass(frozen=True)
+class PackedLatents:
+    """A request as it came; see `app.Packed`."""
+
+    packed: latent_wire.Packed
+
+    @property
+    def num_bytes(self) -> int:
+        """Unpacked."""
+        return self.packed.num_bytes
+
+    def unpacked(self) -> Item:
+        """One sample. Raises WireError."""
+        sample = self.packed.unpacked()
+        shapes = (sample.latents.shape, *((name, part.shape) for name, part in sample.text.items()))
+        return Item(shapes, 1, sample.latents.nbytes + sum(part.nbytes for part in sample.text.values()), sample)
+
+
+@dataclass(frozen=True)
 class Latents:
     """The protocol of latent reward models."""
 
@@ -69,8 +87,6 @@ class Latents:
         """The model."""
         return LatentScorerProcess(self.model)
 
-    def read(self, body: bytes, max_bytes: int) -> Item:
-        """One sample. Raises WireError."""
-        sample = latent_wire.decode(body)
-        shapes = (sample.latents.shape, *((name, part.shape) for name, part in sample.text.items()))
-        return Item(shapes, 1, sample.latents.nbytes + sum(part.nbytes for part in sample.text.values()), sample)
+    def read(self, body: bytes, max_bytes: int) -> PackedLatents:
+        """Raises WireError."""
+        return PackedLatents(latent_wire.read(body))

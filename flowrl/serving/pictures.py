@@ -48,6 +48,28 @@ class PatientScorer(PictureScorer):
 
 
 @dataclass(frozen=True)
+class PackedPictures:
+    """A request as it came; see `app.Packed`."""
+
+    packed: wire.Packed
+    component: Component
+
+    @property
+    def num_bytes(self) -> int:
+        """Unpacked."""
+        return self.packed.num_bytes
+
+    def unpacked(self) -> Item:
+        """Of videos, the component's `frames` are kept. Raises WireError."""
+        received = self.packed.unpacked()
+        try:
+            images = self.component.scored_part(received.images)
+        except ValueError as error:
+            raise wire.WireError(str(error)) from error
+        return Item(images.shape[1:], len(images), received.images.nbytes, wire.Pictures(images, received.prompts))
+
+
+@dataclass(frozen=True)
 class Pictures:
     """The general protocol; a request has at most `max_samples` pictures or videos."""
 
@@ -62,11 +84,6 @@ class Pictures:
         kind = PatientScorer if isinstance(self.component.scorer, SelfTimed) else PictureScorer
         return kind(self.component.scorer)
 
-    def read(self, body: bytes, max_bytes: int) -> Item:
-        """Of videos, the component's `frames` are kept. Raises WireError."""
-        received = wire.decode(body, max_bytes, self.max_samples)
-        try:
-            images = self.component.scored_part(received.images)
-        except ValueError as error:
-            raise wire.WireError(str(error)) from error
-        return Item(images.shape[1:], len(images), received.images.nbytes, wire.Pictures(images, received.prompts))
+    def read(self, body: bytes, max_bytes: int) -> PackedPictures:
+        """Raises WireError."""
+        return PackedPictures(wire.read(body, max_bytes, self.max_samples), self.component)

@@ -1,4 +1,4 @@
-"""Every family on a GPU: `pytest -n 0 -m gpu tests/gpu/test_families.py`. The kernels are others there than on a CPU."""
+"""Every family on a GPU, whose kernels are others than a CPU's: `pytest -n 0 -m gpu tests/gpu/test_families.py`."""
 
 from __future__ import annotations
 

@@ -52,17 +52,14 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Spawn the process, unless it is there or closed; does not wait for it."""
-        context = multiprocessing.get_context("spawn")
+        """Spawn the process, unless it is there or closed; does not wait for it. Raises LostChild if it cannot be."""
         with self._lock:
             if self._process is not None or self._closed:
                 return
-            self._connection, theirs = context.Pipe()
-            process = context.Process(target=self._main, args=(theirs, *self._arguments), name=self._name, daemon=True)
-            with interrupts_blocked():
-                process.start()
-            self._process = process
-            theirs.close()  # the process has its own; ours would hide its death
+            try:
+                self._process, self._connection = self._spawned()
+            except OSError as error:
+                raise LostChild(f"cannot be started: {error}") from error
 
     def ask(self, timeout_s: float, *question: object) -> Any:
         """The answer to a question, or what the process says by itself. Raises LostChild, and then it is gone.
@@ -93,6 +90,20 @@ class Child:
             raise LostChild(epitaph(process.exitcode), process.exitcode) from error
         finally:
             timer.cancel()
+
+    def _spawned(self) -> tuple[SpawnProcess, Connection]:
+        """A process and our end of its pipe."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=self._main, args=(theirs, *self._arguments), name=self._name, daemon=True)
+        with theirs:  # the process has its own; ours would hide its death
+            try:
+                with interrupts_blocked():
+                    process.start()
+            except OSError:
+                ours.close()
+                raise
+        return process, ours
 
     def kill(self) -> None:
         """Kill the process and wait until it is gone; `start` begins another one."""

@@ -35,6 +35,7 @@ def test_a_run_is_called_like_its_recipe() -> None:
     assert (cfg.recipe, cfg.name) == ("tiny_ocr", "tiny_ocr")
     assert load_config(["name=mine", "debug=tiny"]).name == "mine"
     assert load_config(["debug=tiny"]).name == "tiny_ocr_tiny", "what is tried does not take the folder of the run"
+    assert refusal("debug=[tiny,short]") == "debug: takes one option. Set debug=tiny or debug=short."
     cfg = load_config(["~recipe"])
     assert (cfg.recipe, cfg.name) == (None, "run")
 

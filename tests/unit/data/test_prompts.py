@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.prompts import PromptFileError, fingerprint, load_prompts
-from flowrl.data.rows import SHOWN
+from flowrl.data.rows import SHOWN, Fault, Row
+from flowrl.data.schema import checked_rows
 from flowrl.prompts import MAX_DEPTH, is_too_deep
 
 
@@ -231,6 +233,26 @@ def test_a_file_is_read_once_while_it_is_the_same(tmp_path: Path) -> None:
     Path(path).write_text("a cow\n")
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # ... and the same time
     assert load_prompts(path)[0].text == "a cow"
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompts are not kept as those of the bytes that were there before."""
+    path = write(tmp_path, "a cat\n")
+
+    def replaced(path: str, found: list[Fault]) -> Iterator[tuple[int, Row]]:
+        write(tmp_path, "a dog\n")
+        yield from checked_rows(path, found)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("flowrl.data.prompts.checked_rows", replaced)
+        assert faults(path) == [(None, "changed while it was being read")]
+    write(tmp_path, "a cat\n")
+    assert load_prompts(path)[0].text == "a cat"
+
+
+def test_null_is_as_good_as_leaving_a_field_out(tmp_path: Path) -> None:
+    found = load_prompts(rows(tmp_path, {"prompt": "a", "style": None, "metadata": None}))
+    assert found == load_prompts(rows(tmp_path, {"prompt": "a"}))
 
 
 def test_ids_of_content_are_for_ever(tmp_path: Path) -> None:

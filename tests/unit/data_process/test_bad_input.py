@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_process.output import alone, new_data_files
-from flowrl.data.prompts import load_prompts
+from flowrl.data.prompts import fingerprint, load_prompts
 from tests.unit.data_process.support import content, jsonl, read, refused, tool
 
 SOUND = {
@@ -138,6 +138,26 @@ def test_several_files_change_together_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), new_data_files(paths) as (first, _):
         first.write({"prompt": "a", "metadata": {}})
         raise KeyboardInterrupt
+    assert content(tmp_path) == {}
+
+
+def test_an_input_that_cannot_be_read_to_its_end_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in.txt"
+    source.symlink_to("/proc/self/mem")  # opens, and cannot be read
+    for fingerprinted in (fingerprint, str):
+        monkeypatch.setattr("data_process.inputs.fingerprint", fingerprinted)
+        said = refused(capsys, "prepare", "--input", source, "--output", tmp_path / "out/a.jsonl")
+        assert said == [f"{source}: Input/output error"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_fails_while_files_are_written_is_named(tmp_path: Path) -> None:
+    for name, blamed in (("other", "other"), (None, str(tmp_path / "a.jsonl"))):
+        with pytest.raises(OSError, match="broken") as caught, new_data_files([tmp_path / "a.jsonl"]):
+            raise OSError(5, "broken", name)
+        assert caught.value.filename == blamed
     assert content(tmp_path) == {}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_process.inspect import Summary
 from data_process.media import image_faults, video_faults
 from tests.unit.data_process.support import jsonl, refused, tool
 
@@ -203,3 +204,11 @@ def test_the_command_line(tmp_path: Path) -> None:
         [sys.executable, "-m", "data_process", "inspect", tmp_path / "none.txt"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (1, f"{tmp_path}/none.txt: No such file or directory\n")
+
+
+def test_the_hash_is_of_what_was_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", [{"prompt": "a cat"}])
+    monkeypatch.setattr(Summary, "add", lambda *_: source.write_text('{"prompt": "a dog"}\n'))
+    assert refused(capsys, "inspect", source) == [f"{source}: changed while it was being read"]

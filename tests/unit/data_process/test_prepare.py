@@ -161,6 +161,37 @@ def test_tables_with_faults(
     assert not (tmp_path / "o.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ('prompt,n\na cat,1\n"an open quote,2\n' + "a dog,3\n" * 99 + 'a "cow",4\n', ":3"),  # to the end
+        ('prompt,n\na cat,1\n"an open quote,2\n' + "a dog,3\n" * 99 + '"a cow",4\n', ":3"),  # to the next quote
+        ('prompt,n\na cat,1\n"an open quote,2\na dog,3",4,5\n', ":3"),  # which ends a cell
+        ('prompt,n\na cat,1\n"a"dog,"2\na cow,3\n', ":3"),  # what follows is not read as it was meant
+        ("prompt,\xe9\nprompt,n\na cat,1\n", ""),
+        ('"prompt"s,n\nprompt,n\na cat,1\n', ":1"),
+        ('prompt,"n\na cat,1\na dog,2"\na cow,3\n', ""),
+    ],
+)
+def test_a_table_that_may_have_been_misread_is_not_dropped_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, place: str
+) -> None:
+    source = tmp_path / "p.csv"
+    source.write_bytes(table.encode("latin-1"))
+    said = refused(capsys, "prepare", "--input", source, "--output", tmp_path / "o.jsonl", "--drop-faulty")
+    assert said[0].startswith(f"{source}{place}: ")
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_lines_of_a_table_that_are_dropped_are_counted(tmp_path: Path) -> None:
+    source = tmp_path / "p.csv"
+    source.write_bytes(b'prompt,n\n"a\ncat",1\nb\nc\xe9,2\n"a ""dog""",3\n')
+    rows = prepared(source, "--drop-faulty")
+    assert [row["prompt"] for row in rows] == ["a\ncat", 'a "dog"']
+    (about,) = json.loads((tmp_path / "out/metadata.json").read_text()).values()
+    assert about["dropped"] == {"faulty": 2}
+
+
 def test_sources_refuse_rows_without_what_they_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source, name, message in (
         (text(tmp_path, "a bench"), "geneval", "has no 'tag' and no 'include', which --source geneval needs"),

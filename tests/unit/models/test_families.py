@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import shutil
 from collections.abc import Iterator
@@ -195,6 +196,22 @@ def test_the_fingerprint_is_of_everything_that_a_folder_says(name: str, tmp_path
         (path / file).write_text(json.dumps(content | changed_settings(content)))
         prints.append(model.load(CPU).fingerprint())
     assert len(set(prints)) == len(prints)
+
+
+def test_a_librarys_next_version_knows_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has settings that this one lacks, by default off, and writes tokenizers in its own way."""
+    policy = saved(name).load(CPU)
+    before = policy.fingerprint()
+    for part in [policy.pipeline.transformer, policy.pipeline.vae, policy.pipeline.scheduler]:
+        kind = type(part)
+        known = inspect.signature(kind.__init__)
+        new = inspect.Parameter("a_new_setting", inspect.Parameter.KEYWORD_ONLY, default=(1, None))
+        parameters = [each for each in known.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        monkeypatch.setattr(kind.__init__, "__signature__", known.replace(parameters=[*parameters, new]), raising=False)
+        part.register_to_config(a_new_setting=(1, None))
+    tokenizer = policy.pipeline.tokenizer
+    tokenizer.init_kwargs["a_new_setting"] = True
+    assert policy.fingerprint() == before
 
 
 def changed_settings(content: dict[str, Any]) -> dict[str, Any]:

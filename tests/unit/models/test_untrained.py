@@ -17,6 +17,7 @@ from flowrl.models.byte_tokenizers import TOKENIZERS, clip_tokenizer, qwen_token
 from flowrl.models.loading import quiet
 from flowrl.models.published import flux, flux2, qwen_image, sd3, wan, z_image
 from flowrl.models.untrained import Part, Published, assemble, build, skeleton
+from flowrl.models.wan import Wan
 
 CPU = torch.device("cpu")
 PIPELINES = {
@@ -306,3 +307,12 @@ def test_vocabularies_are_large_enough() -> None:
                 config = size.parts[name.replace("tokenizer", "text_encoder")].config
                 vocabulary = config.get("text_config", config).get("vocab_size", 49408)
                 assert len(TOKENIZERS[kind]()) <= vocabulary
+
+
+def test_a_size_that_there_is_not_is_refused_whatever_is_made_of_it() -> None:
+    """The family's miniature must not stand in for a typing error."""
+    for init in ("random", "tiny", "pretrained"):
+        with pytest.raises(ValueError, match=r"^size must be tiny or .* for Wan, got 'ti2v'\."):
+            Wan(init=init, size="ti2v")
+    assert Wan(init="tiny", size="ti2v_5b")._untrained() is Wan.sizes["tiny_ti2v_5b"]
+    assert Wan(init="tiny", size="14b")._untrained() is Wan.sizes["tiny"]

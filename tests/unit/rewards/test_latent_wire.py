@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load, save
 from safetensors.torch import save as save_torch
 
-from flowrl.rewards.latent_wire import LatentSample, decode, encode
+from flowrl.rewards.latent_wire import LatentSample, decode, encode, read
 from flowrl.rewards.wire import WireError
 
 LATENTS = np.random.default_rng(0).standard_normal((1, 16, 4, 6)).astype(np.float32)
@@ -48,6 +48,7 @@ def test_videos_have_a_dimension_more() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_clients_may_send_other_dtypes(dtype: torch.dtype) -> None:
     tensors = {name: torch.from_numpy(tensor).to(dtype) for name, tensor in PUBLISHED.items()}
+    assert read(save_torch(tensors)).num_bytes == sum(tensor.nbytes for tensor in PUBLISHED.values())  # as float32
     found = decode(save_torch(tensors))
     assert found.latents.dtype == np.float32
     assert np.array_equal(found.latents, tensors["latents"].float().numpy())

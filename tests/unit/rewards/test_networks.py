@@ -14,9 +14,12 @@ from torch.nn.functional import cosine_similarity
 from transformers import Dinov2Config, Dinov2Model
 
 from flowrl.build import build
+from flowrl.models.byte_tokenizers import clip_tokenizer
+from flowrl.models.loading import quiet
 from flowrl.prompts import Prompt
 from flowrl.rewards.aesthetic import Aesthetic
-from flowrl.rewards.networks import NetworkScorer, weights
+from flowrl.rewards.networks import NetworkScorer, plain, weights
+from flowrl.rewards.scoring import FinalError
 from flowrl.types import LoadError, Scorer
 from tests.unit.rewards.networks import PICTURES, randomise
 
@@ -88,3 +91,19 @@ def test_the_documented_scorer_of_ones_own(tmp_path: Path, monkeypatch: pytest.M
         embeds = model(pixels).pooler_output
     assert scores.dtype == np.float64 and np.ptp(scores) > 0.01
     np.testing.assert_allclose(scores, cosine_similarity(embeds, embeds[:1]).numpy(), atol=1e-5)
+
+
+def test_padding_that_is_a_word_may_be_written() -> None:
+    """In some of CLIP's tokenizers "!" is what texts are padded with; an end of text is still refused."""
+    with quiet():
+        tokenizer = clip_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "!"})
+    assert plain(tokenizer, ["a cat!"]) == ["a cat!"]
+    with pytest.raises(FinalError, match=r"must not contain <\|endoftext\|>"):
+        plain(tokenizer, ["a cat! <|endoftext|>"])
+
+
+def test_float32_is_not_rounded_in_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    Aesthetic(path="x", head="y", device="cpu").settled(torch.nn.Linear(1, 1))
+    assert not torch.backends.cudnn.allow_tf32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +209,20 @@ def test_a_lost_group_is_scored_again_by_a_new_worker(tmp_path: Path) -> None:
     with RewardPool(one(FailsOnce(log=str(tmp_path / "failed"))), num_workers=1, retries=1) as pool:
         assert pool.submit(sampled_group()).result(timeout=2 * SOON).rewards["style"].tolist() == [1.0, 1.0]
         assert pool.totals()["retries"] == 1
+
+
+def test_a_system_without_a_process_to_spare_fails_the_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: SpawnProcess) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with RewardPool(one(Brightness()), num_workers=1, retries=1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(SpawnProcess, "start", full)
+            message = r"'style' failed .*: the worker cannot be started: \[Errno 12\] Cannot allocate memory"
+            with pytest.raises(RewardError, match=message):
+                pool.submit(sampled_group()).result(timeout=SOON)
+        assert pool.totals()["retries"] == 1
+        assert pool.submit(sampled_group()).result(timeout=SOON).rewards.keys() == {"style"}
 
 
 def test_closing_ends_workers_that_are_busy(tmp_path: Path) -> None:

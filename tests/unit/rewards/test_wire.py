@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import save
 
 from flowrl.prompts import MAX_DEPTH, Prompt
-from flowrl.rewards.wire import Pictures, WireError, decode, encode, read_scores
+from flowrl.rewards.wire import Pictures, WireError, decode, encode, read, read_scores
 
 LIMIT = 10**6  # bytes
 MOST = 4  # samples
@@ -193,6 +193,13 @@ def test_many_pngs_count_together() -> None:
     assert decode(packed(*files), 120_000, MOST).images.shape == (4, 100, 100, 3)
     with pytest.raises(WireError, match="4 PNG files of 100 x 100 unpack to 120000 bytes, over 119999"):
         decode(packed(*files), 119_999, MOST)
+
+
+def test_what_files_unpack_to_is_known_before_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = packed(*[png(size=(100, 100))] * 4)
+    monkeypatch.setattr("flowrl.rewards.wire._unpacked", None)  # calling it is an error
+    assert read(files, 120_000, MOST).num_bytes == 120_000
+    assert read(encode(pictures(), PROMPTS), LIMIT, MOST).num_bytes == 2 * 6 * 5 * 3
 
 
 WHOLE = [encode(pictures(), PROMPTS, file_format) for file_format in ("safetensors", "png")]

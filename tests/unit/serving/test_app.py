@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from flowrl.prompts import Prompt
+from flowrl.rewards import wire
 from flowrl.rewards.combine import Component
 from flowrl.rewards.frames import EveryKth
 from flowrl.rewards.wire import encode
@@ -122,12 +127,87 @@ def test_before_the_scorer_is_loaded_nobody_is_scored() -> None:
     assert post(client) == (503, {"error": "the scorer is being loaded"})
 
 
+# ---------------------------------------------------------------------------------------------- bodies
+
+
+@contextmanager
+def served(limits: Limits = LIMITS) -> Iterator[TestClient]:
+    with TestClient(create_app(Service(Pictures(Component(scorer=Obeys())), limits))) as client:
+        while client.get("/healthz").status_code != 200:
+            pass
+        yield client
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads in which pictures are unpacked, one for each."""
+    found: list[str] = []
+    original = wire._unpacked
+
+    def observed(*arguments: Any) -> np.ndarray:
+        found.append("loop" if in_loop() else "other")
+        return original(*arguments)
+
+    monkeypatch.setattr(wire, "_unpacked", observed)
+    return found
+
+
+def in_loop() -> bool:
+    try:
+        return asyncio.get_running_loop().is_running()
+    except RuntimeError:
+        return False
+
+
+def grey(side: int, **orders: Any) -> bytes:
+    """A picture that is packed into very little, for a scorer that obeys."""
+    return encode(np.full((1, side, side, 3), 128, np.uint8), [Prompt("p", "a cat", metadata=orders)], "png")
+
+
+def test_what_there_is_no_room_for_is_not_unpacked(unpacked: list[str]) -> None:
+    """Bodies of some kB, that make 750 kB each where 1 MB may be held."""
+    limits = Limits(max_body_mb=1, max_queue_mb=1, timeout_s=20)
+    with served(limits) as client, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(post, client, grey(500, sleep=1.5))
+        while not unpacked or "flowrl_held_bytes 750000.0" not in client.get("/metrics").text:
+            pass
+        assert post(client, grey(500)) == (503, {"error": "750000 bytes are waiting already"})
+        assert len(unpacked) == 1
+        assert first.result()[0] == 200
+
+
+def test_only_what_is_little_is_unpacked_where_all_requests_are_served(unpacked: list[str]) -> None:
+    with served() as client:
+        for side in (100, 500):
+            assert len(grey(side)) < 100_000 and post(client, grey(side))[0] == 200
+    assert unpacked == ["loop", "other"]
+
+
+def test_scoring_does_not_wait_for_threads_that_unpack() -> None:
+    free = threading.Event()
+    with served() as client:
+        assert client.portal is not None
+
+        async def occupy() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            loop.run_in_executor(None, free.wait)
+
+        client.portal.call(occupy)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(post, client)
+            try:
+                assert answer.result(timeout=20)[0] == 200
+            finally:
+                free.set()
+
+
 # ---------------------------------------------------------------------------------------------- pictures and videos
 
 
 def test_requests_of_a_batch_are_scored_in_order() -> None:
     dialect = Pictures(Component(scorer=Brightness()))
-    items = [dialect.read(encode(IMAGES, PROMPTS), 10**6), dialect.read(encode(IMAGES[::-1], PROMPTS), 10**6)]
+    items = [dialect.read(encode(images, PROMPTS), 10**6).unpacked() for images in (IMAGES, IMAGES[::-1])]
     assert [(item.kind, item.num) for item in items] == [((6, 5, 3), 2)] * 2
     expected = IMAGES[[0, 1, 1, 0]].mean(axis=(1, 2, 3), dtype=np.float64) / 255
     np.testing.assert_array_equal(dialect.served.score([item.payload for item in items]), expected)
@@ -136,7 +216,7 @@ def test_requests_of_a_batch_are_scored_in_order() -> None:
 def test_of_videos_the_chosen_frames_are_scored_as_in_a_run() -> None:
     videos = np.random.default_rng(0).integers(0, 256, (2, 9, 6, 5, 3), dtype=np.uint8)
     dialect = Pictures(Component(scorer=Brightness(), frames=EveryKth(4)))
-    item = dialect.read(encode(videos, PROMPTS), 10**6)
+    item = dialect.read(encode(videos, PROMPTS), 10**6).unpacked()
     assert item.kind == (3, 6, 5, 3)
     expected = videos[:, ::4].mean(axis=(1, 2, 3, 4), dtype=np.float64) / 255
     np.testing.assert_allclose(PictureScorer(Brightness()).score([item.payload]), expected, rtol=1e-12)

@@ -279,3 +279,35 @@ def test_the_queue_is_as_long_as_the_scorer_is_fast() -> None:
 
     idle, busy, message = batched(scorer, story, max_wait_ms=50, queue_size=10_000)
     assert (idle, busy) == (1, 16) and re.fullmatch(r"\d+ requests are waiting already, for 30 s", message)
+
+
+def test_a_scorer_that_is_slow_whatever_the_number_gets_no_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight clients, and batches that take longer than anybody may wait."""
+    monkeypatch.setattr("flowrl.serving.batching.MAX_DELAY_S", 0.03)
+    scorer = Scorer(seconds=0.04)
+
+    async def story(batcher: Batcher) -> None:
+        async def client() -> None:
+            for _ in range(6):
+                await score(batcher, 1)
+
+        await asyncio.gather(*(client() for _ in range(8)))
+
+    batched(scorer, story, max_wait_ms=5, max_batch_size=16)
+    assert [len(batch) for batch in scorer.batches] == [8] * 6
+
+
+def test_the_delay_is_that_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four samples a batch: whoever waits behind fewer joins the next one, however long that takes."""
+    scorer = Scorer(seconds=0.05)
+    monkeypatch.setattr("flowrl.serving.batching.MAX_DELAY_S", 0.01)
+
+    async def story(batcher: Batcher) -> int:
+        await score(batcher, 1)
+        large, *_ = [batcher.enter(0) for _ in range(3)]
+        batcher.put(item(1, 2, kind="large"), large)
+        with pytest.raises(NotNowError, match="3 requests are waiting already"):
+            batcher.enter(0)
+        return batcher.num_waiting
+
+    assert batched(scorer, story, max_wait_ms=0) == 3

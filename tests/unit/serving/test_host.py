@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -123,8 +124,11 @@ def test_a_system_without_a_process_to_spare_is_a_loss(monkeypatch: pytest.Monke
     host = Host(Obeys(), timeout_s=5, load_timeout_s=60)
     with monkeypatch.context() as patch:
         patch.setattr(SpawnProcess, "start", full)
-        with pytest.raises(LostError, match=r"cannot be started: \[Errno 12\] Cannot allocate memory"):
-            host.load()
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(LostError, match=r"the scorer cannot be started: \[Errno 12\] Cannot allocate memory"):
+                host.load()
+        assert set(os.listdir("/proc/self/fd")) <= before
     host.load()
     assert host.score(["a"]).tolist() == [1]
     host.close()

@@ -28,6 +28,20 @@ SOON = 20.0  # seconds, for what should take one: the machine may be busy
 
 
 @dataclass(frozen=True)
+class Word:
+    """One order."""
+
+    item: Item
+
+    @property
+    def num_bytes(self) -> int:
+        return self.item.num_bytes
+
+    def unpacked(self) -> Item:
+        return self.item
+
+
+@dataclass(frozen=True)
 class Words:
     """Requests are orders to a scorer. One of them this fails to read, and one cannot be sent to the scorer."""
 
@@ -35,11 +49,11 @@ class Words:
     version_header: str = VERSION_HEADER
     scores_key: str = "scores"
 
-    def read(self, body: bytes, max_bytes: int) -> Item:
+    def read(self, body: bytes, max_bytes: int) -> Word:
         word = body.decode()
         if word == "unreadable":
             raise KeyError(word)
-        return Item("words", 1, len(body), threading.Lock() if word == "unpicklable" else word)
+        return Word(Item("words", 1, len(body), threading.Lock() if word == "unpicklable" else word))
 
 
 @dataclass(frozen=True)
