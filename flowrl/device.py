@@ -41,6 +41,17 @@ def settle_torch(run: Config, place: str) -> None:
 
 
 @contextmanager
+def tf32_convolutions() -> Iterator[None]:
+    """For pictures of 8 bits, of which TF32's 10 are enough: an autoencoder in float32 takes half the time on a GPU."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
 def torch_settings(run: Config) -> Iterator[None]:
     """The same for the length of a run; the next one in this process has its own."""
     deterministic, attention = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()

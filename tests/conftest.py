@@ -26,8 +26,9 @@ RAY = ("integration/test_ray_training", "unit/distributed/launch", "unit/buffer"
 """Where clusters of Ray are started: two at once on two cores are slower than their deadlines allow."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For processes that share the tests (`-n 2`): what one module prepares is prepared once; one cluster at a time."""
+    """For `pytest -n 2 --dist loadgroup`: what one module prepares is prepared once; one cluster at a time."""
     root = Path(__file__).parent
     for item in items:
         module = item.path.relative_to(root).with_suffix("").as_posix()

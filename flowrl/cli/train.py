@@ -76,8 +76,9 @@ def train(cfg: DictConfig) -> Path:
         if start is not None:
             Terminal().out(f"{start.path}: the run goes on after step {start.step}.", highlight=False)
         record.begin(run, cfg, contract(run, cfg), start)
-        model = cfg.model.get("path") or type(run.model).__name__
-        Terminal().out(f"{run.run_dir}: loading {model}.", highlight=False)
+        pretrained = cfg.model.get("init", "pretrained") == "pretrained"
+        model = cfg.model.get("path") if pretrained else f"a random {type(run.model).__name__}"
+        Terminal().out(f"{run.run_dir}: loading {model or type(run.model).__name__}.", highlight=False)
         try:
             stopped_by = run.trainer.fit(run, start)
             if stopped_by is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config import ConfigError, Problem
+from flowrl.device import tf32_convolutions
 from flowrl.flow.schedule import Schedule
 from flowrl.models.embedding_files import EmbeddingFiles, encoding_fingerprint
 from flowrl.models.embeddings import EmbeddingCache, Text, TextConditions
@@ -262,7 +263,8 @@ class PipelinePolicy(ABC):
         """
         pictures = []
         for chunk in latents.split(self.config.decode_batch_size):
-            decoded = self.decoded(chunk).float()
+            with tf32_convolutions():
+                decoded = self.decoded(chunk).float()
             if not bool(decoded.isfinite().all()):
                 raise DivergedError(
                     f"the autoencoder of {self} decodes latents to pixels that are not finite. Its own weights are "

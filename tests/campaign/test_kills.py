@@ -1,4 +1,4 @@
-"""Ten and more kills at random moments for each way of running. Run with `pytest -n 0 -m campaign`."""
+"""Ten and more kills at random moments for each way of running. Run with `pytest -m campaign`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job, whole: minutes each. Run with `pytest -n 0 -m campaign`."""
+"""The main job, whole: minutes each. Run with `pytest -m campaign`."""
 
 from __future__ import annotations
 

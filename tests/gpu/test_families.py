@@ -1,4 +1,4 @@
-"""Every family on a GPU, whose kernels are others than a CPU's: `pytest -n 0 -m gpu tests/gpu/test_families.py`."""
+"""Every family on a GPU, whose kernels are others than a CPU's: `pytest -m gpu tests/gpu/test_families.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs reward workers see, with a driver and GPUs that are really there: `pytest -n 0 -m gpu`."""
+"""Which GPUs reward workers see, with a driver and GPUs that are really there: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `pytest -n 0 -m gpu` on a machine that has one; two tests need two.
+"""What only a GPU can show: `pytest -m gpu` on a machine that has one; two tests need two.
 
 Speed and memory at the size of Stable Diffusion 3.5 Medium: `benchmarks/publish.py` and `benchmarks/layouts.py`.
 """

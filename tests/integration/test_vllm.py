@@ -1,6 +1,6 @@
 """The judge on a real vLLM server, with a tiny model of random weights.
 
-For machines that have one, with or without a GPU: `pytest -n 0 -m campaign tests/integration/test_vllm.py`.
+For machines that have one, with or without a GPU: `pytest -m campaign tests/integration/test_vllm.py`.
 FLOWRL_VLLM is its command, if that is in an environment of its own. What it answered once is in `recorded_vllm.json`.
 """
 

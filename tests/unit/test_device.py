@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from flowrl.config import Config
 from flowrl.device import torch_settings
+from tests.support.ranks import configure
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +50,13 @@ def test_generators_of_others_go_on_as_if_there_had_been_no_run() -> None:
     with torch_settings(Config(deterministic=True, seed=3)):
         torch.rand(3), random.random(), np.random.rand()
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+def test_an_autoencoder_may_round(tiny_folder: Path) -> None:
+    """For the length of a decode, in a run that rounds nothing else."""
+    policy = configure(tiny_folder).model.load(torch.device("cpu"))
+    seen = []
+    policy.pipeline.vae.decoder.register_forward_pre_hook(lambda *_: seen.append(switches()[2]))
+    with torch_settings(Config()):
+        policy.decode(torch.zeros(1, *policy.latent_shape(32, 32)))
+        assert seen == [True] and switches()[2] is False
