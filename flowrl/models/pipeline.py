@@ -71,7 +71,7 @@ class PipelineModel(ABC):
             hint = "debug=tiny needs one, debug=short does not."
             raise ValueError(f"init must be pretrained for {family}, which has no random build (no `sizes`): {hint}")
         choices = {"init": ("pretrained", "random", "tiny"), "task": self.tasks}
-        if self.sizes:
+        if self.init != "pretrained":
             choices["size"] = tuple(dict.fromkeys([*self.sizes, *([] if self.init == "random" else ["full"])]))
         for name, allowed in choices.items():
             value = getattr(self, name)

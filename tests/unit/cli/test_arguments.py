@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import encode_prompts, evaluate, export, sample, serve_latent_reward, serve_reward
+from flowrl.cli import check_model, encode_prompts, evaluate, export, sample, serve_latent_reward, serve_reward
 from flowrl.cli.arguments import Failure, Tool, new_folder, option, parse
 from flowrl.cli.compose import load_config
 from flowrl.config import ConfigError, Problem
@@ -115,7 +115,7 @@ def test_the_documented_commands_are_understood(words: list[str]) -> None:
         with pytest.raises(ConfigError, match=r"^model._target_: cannot import 'my_package.MyModel'[^\n]*$"):
             serve_latent_reward.TOOL.settings(words[1:])
         return
-    tools = {tool.name: tool for tool in (export.TOOL, sample.TOOL, evaluate.TOOL)}
+    tools = {tool.name: tool for tool in (check_model.TOOL, export.TOOL, sample.TOOL, evaluate.TOOL)}
     settings = parse(tools[words[0]].schema, words[1:])
     if isinstance(settings, sample.Sample):
         sample.check(settings)

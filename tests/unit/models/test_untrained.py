@@ -311,7 +311,7 @@ def test_vocabularies_are_large_enough() -> None:
 
 def test_a_size_that_there_is_not_is_refused_whatever_is_made_of_it() -> None:
     """The family's miniature must not stand in for a typing error."""
-    for init in ("random", "tiny", "pretrained"):
+    for init in ("random", "tiny"):
         with pytest.raises(ValueError, match=r"^size must be tiny or .* for Wan, got 'ti2v'\."):
             Wan(init=init, size="ti2v")
     assert Wan(init="tiny", size="ti2v_5b")._untrained() is Wan.sizes["tiny_ti2v_5b"]

@@ -152,7 +152,7 @@ def test_without_its_package(folders: dict[str, str], monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ftfy", None)
     (problem,) = HPSv2(**folders).problems(Config())
     assert "ftfy" in problem.message and ".[hpsv2]" in problem.hint
-    with pytest.raises(LoadError, match=r'HPSv2 needs ftfy.* Run pip install "flowrl\[hpsv2\]"\.'):
+    with pytest.raises(LoadError, match=r'HPSv2 needs ftfy.* Run pip install -e "\.\[hpsv2\]"\.'):
         HPSv2(**folders).load()
 
 
