@@ -19,7 +19,6 @@ TEST = [
     "pre-commit",
     "psutil",
     "pytest",
-    "pytest-xdist>=3.6",
     "ruff",
     "setuptools>=77",
 ]

@@ -37,11 +37,11 @@ def no_hub_id(path: str) -> str | None:
 @contextmanager
 def in_one_sentence(subject: str) -> Iterator[None]:
     """What the libraries say of files that they cannot read or get, as one `LoadError`."""
-    from flowrl.types import LoadError
-
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError, _broken_connection()) as error:
+        from flowrl.types import LoadError  # with torch
+
         raise LoadError(f"{subject}: {_reason(error)}") from error
 
 

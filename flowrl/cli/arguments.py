@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -102,6 +103,16 @@ class Tool:
         count = len(error.problems)
         lines = [f"  {problem}".replace("\n", "\n    ") for problem in error.problems]
         return "\n".join([f"{self.name}: {count} problem{'s' if count > 1 else ''}.", *lines])
+
+
+def below(settings: Any, bounds: Mapping[str, float]) -> list[Problem]:
+    """Numbers under their bound, or not finite; null passes."""
+    values = {name: (vars(settings)[name], low) for name, low in bounds.items()}
+    return [
+        Problem(name, f"must be at least {low}, got {value}.")
+        for name, (value, low) in values.items()
+        if value is not None and not (math.isfinite(value) and value >= low)
+    ]
 
 
 def spelt(arguments: Sequence[str]) -> list[str]:

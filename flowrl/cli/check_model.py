@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 
-from flowrl.cli.arguments import Failure, Tool, option, own_names
+from flowrl.cli.arguments import Failure, Tool, below, option, own_names
 from flowrl.config import Config, ConfigError, Sampler
 
 ABOUT = """\
 Holds a model to its own pipeline, and to itself, in float32: for whoever adds a family, or has a folder that nobody has
 tried yet. Prompts of different lengths are drawn from the same noise by both."""
+
+LEAST = {"guidance_scale": 0, "height": 1, "width": 1, "frames": 1, "num_steps": 2, "tolerance": 0}  # 2 are replayed
 
 
 @dataclass
@@ -38,6 +40,9 @@ def check_model(settings: CheckModel) -> None:
     from flowrl.cli.model_checks import checks
     from flowrl.device import torch_settings
 
+    problems = below(settings, LEAST)
+    if problems:
+        raise ConfigError(*problems)
     num_failed = 0
     with own_names("sampler."), _in_a_folder(_run(settings)) as run, torch_settings(run):
         for check in checks(run, settings.negative, settings.tolerance):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.cli.arguments import Tool, new_folder, option, own_names
+from flowrl.cli.arguments import Tool, below, new_folder, option, own_names
 from flowrl.config import Config, ConfigError, Evaluation, Particular, Problem, Sampler
 
 if TYPE_CHECKING:
@@ -85,10 +84,7 @@ def check(settings: Sample) -> None:
             problems.append(Problem(name, "is drawn instead of a run's weights.", "Leave weights and checkpoint out."))
     least = {"samples_per_prompt": 1, "num_steps": 1, "batch_size": 1, "height": 1, "width": 1, "frames": 1}
     least |= {"guidance_scale": 0}
-    for name, low in least.items():
-        value = vars(settings)[name]
-        if value is not None and not (math.isfinite(value) and value >= low):
-            problems.append(Problem(name, f"must be at least {low}, got {value}."))
+    problems.extend(below(settings, least))
     if settings.fps is not None and not FPS[0] <= settings.fps <= FPS[1]:
         problems.append(Problem("fps", f"must be from {FPS[0]:g} to {FPS[1]:g}, got {settings.fps}."))
     if problems:

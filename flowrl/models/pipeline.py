@@ -42,9 +42,7 @@ class PipelineModel(ABC):
 
     path: str | None = None
     revision: str | None = None  # of a Hub id: branch, tag or commit
-    init: str = (
-        "pretrained"  # pretrained | random: the published architecture, untrained, without `path` | tiny: like it
-    )
+    init: str = "pretrained"  # pretrained | random: untrained weights, without `path` | tiny: those of a miniature
     size: str = "full"  # which of the family's architectures that is: full | its variants | a tiny one
     task: str = "t2i"  # t2i | t2v
     dtype: str = "float32"  # of the frozen parts and of the forward pass: float32 | bfloat16
@@ -71,8 +69,8 @@ class PipelineModel(ABC):
             hint = "debug=tiny needs one, debug=short does not."
             raise ValueError(f"init must be pretrained for {family}, which has no random build (no `sizes`): {hint}")
         choices = {"init": ("pretrained", "random", "tiny"), "task": self.tasks}
-        if self.init != "pretrained":
-            choices["size"] = tuple(dict.fromkeys([*self.sizes, *([] if self.init == "random" else ["full"])]))
+        if self.init == "random" or (self.init == "tiny" and self.size != "full"):
+            choices["size"] = tuple(self.sizes)
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -84,3 +84,9 @@ def test_what_a_family_refuses_is_said_in_the_tools_words(capsys: pytest.Capture
     assert "  guidance_scale: must be 1 for FLUX.1" in capsys.readouterr().err
     assert check_model.TOOL.command(["family=sd3", "height=65"]) == 2
     assert "  height: must be a multiple of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["num_steps=1", "height=0", "frames=-3", "guidance_scale=nan", "tolerance=nan"])
+def test_values_that_cannot_be_meant(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_model.TOOL.command(["family=sd3", argument]) == 2
+    assert f"  {argument.partition('=')[0]}: must be at least" in capsys.readouterr().err
